@@ -1,0 +1,50 @@
+# qlora: `make` builds what the machine allows, `make info` says what was found,
+# `make test` runs all tests, `make demo` runs the main job. Both do their own set-up.
+
+BUILD  ?= build
+PYTHON ?= /usr/bin/python3
+CC     ?= gcc
+CXX    ?= g++
+OPT    ?= -O3 -g
+# Runs on any x86-64 of the last ten years (AVX2 + FMA + F16C); make ARCH= for anything else.
+ARCH   ?= $(if $(filter x86_64,$(shell uname -m)),-march=haswell)
+WARN   := -Wall -Wextra -Wpedantic -Wshadow -Wconversion $(if $(WERROR),-Werror)
+CFLAGS   += -std=c11 $(OPT) $(ARCH) -fPIC -ffp-contract=off -fno-math-errno $(WARN) -D_GNU_SOURCE
+CXXFLAGS += -std=c++17 $(OPT) -fPIC -Wall -Wextra $(if $(WERROR),-Werror)
+CPPFLAGS += -I. -MMD -MP
+LDLIBS   += -ljansson -lpcre2-8 -lcurl -lopenblas -lpthread -ldl -lm
+
+.DEFAULT_GOAL := all
+.SECONDARY:
+.DELETE_ON_ERROR:
+
+# Everything the engine is made of, in one archive; programs are thin mains beside it.
+LIB_SRC := $(wildcard kernels/*.c kernels/cpu/*.c kernels/null/*.c) \
+           $(filter-out %_main.c,$(wildcard core/*.c))
+LIB     := $(BUILD)/libqlora.a
+LIB_OBJ := $(LIB_SRC:%.c=$(BUILD)/%.o)
+
+$(BUILD)/%.o: %.c
+	@mkdir -p $(@D)
+	$(CC) $(CPPFLAGS) $(CFLAGS) -c $< -o $@
+
+$(LIB): $(LIB_OBJ)
+	@rm -f $@
+	ar rcs $@ $^
+
+PROGRAMS :=
+include $(wildcard kernels/cuda/build.mk magics/build.mk kernel/build.mk tests/build.mk)
+
+all: setup-system $(LIB) $(PROGRAMS)
+
+# ---- set-up: system packages from one list, Python tools from one pinned list -------------------
+setup-system:
+	@.ci/setup system
+setup-python: setup-system
+	@PYTHON=$(PYTHON) .ci/setup python $(BUILD)/venv
+
+clean:
+	rm -rf $(BUILD)
+
+-include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
+.PHONY: all setup-system setup-python clean
