@@ -33,6 +33,8 @@ const char *ql_st_path(const ql_st *st, int file);
 const char *ql_st_meta(const ql_st *st, const char *key);
 /* Gives the pages of [p, p + n) back; they stay in the page cache. */
 void ql_st_done_with(const ql_st *st, const void *p, int64_t n);
+/* safetensors' own spelling: "F32", "BF16" … */
+const char *ql_st_dtype_name(ql_dtype t);
 /* "[2, 3]" for messages. */
 const char *ql_st_shape(char *buf, size_t size, const int64_t *shape, int ndim);
 
