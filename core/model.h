@@ -18,7 +18,7 @@ typedef struct {
     bool truncate;                      /* yarn: the ramp's ends are whole numbers */
     int64_t original;                   /* llama3, yarn: original_max_position_embeddings */
     double attention_scaling;           /* multiplies cos and sin; 1 except yarn */
-} ql_rope;
+} ql_rope_config;
 
 /* quantization_config of a folder (bitsandbytes, 4 bits). The tensors themselves decide what is
  * quantised; this says what to expect and which modules stay as they are. */
@@ -39,7 +39,7 @@ typedef struct {
     bool qk_norm;                /* per-head RMSNorm of q and k before RoPE */
     int64_t window;              /* sliding window in tokens; 0: none */
     int64_t window_from;         /* first layer with the window */
-    ql_rope rope;
+    ql_rope_config rope;
     int64_t max_positions;
     int64_t bos, pad;            /* token ids; -1: none */
     int64_t eos[8];
