@@ -44,7 +44,7 @@ CASES = {
         lora=dict(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "down_proj"])),
     "qwen2": dict(
         config=lambda: transformers.Qwen2Config(
-            vocab_size=384, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+            vocab_size=384, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1e-6, tie_word_embeddings=True,
             bos_token_id=1, eos_token_id=2, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}),
         dtype="bfloat16", old_spelling=False, double_quant=True, shards=3, t=22,
