@@ -40,18 +40,18 @@ typedef struct {
     uint8_t *packed, *codes;
     float *absmax, *nested, *nested_map;
     char state[512]; /* the quant_state JSON */
-} ql_nf4;
+} ql_nf4_host;
 
 typedef enum { QL_SCALES_F32, QL_SCALES_NESTED } ql_scales;
 
 /* x (N, K) fp32, already rounded to dtype, which quant_state records. */
 ql_status ql_nf4_make(const float *x, int64_t rows, int64_t cols, ql_dtype dtype, ql_scales scales,
-                      ql_nf4 *out) QL_MUST_USE;
-void ql_nf4_free(ql_nf4 *q);
+                      ql_nf4_host *out) QL_MUST_USE;
+void ql_nf4_free(ql_nf4_host *q);
 enum { QL_NF4_TENSORS = 6 };
 /* The tensors that bitsandbytes' files hold for the weight `name`; strings go into names. Returns
  * how many. */
-int ql_nf4_decls(const ql_nf4 *q, const char *name, char names[QL_NF4_TENSORS][256],
+int ql_nf4_decls(const ql_nf4_host *q, const char *name, char names[QL_NF4_TENSORS][256],
                  ql_st_decl decl[QL_NF4_TENSORS], const void *data[QL_NF4_TENSORS]);
 
 #endif
