@@ -189,7 +189,7 @@ static double yarn_scale(double factor, double mscale)
     return factor <= 1.0 ? 1.0 : 0.1 * mscale * log(factor) + 1.0;
 }
 
-static ql_status read_yarn(const json_t *d, const char *what, ql_rope *p)
+static ql_status read_yarn(const json_t *d, const char *what, ql_rope_config *p)
 {
     double mscale = 0.0, all_dim = 0.0;
     p->beta_fast = 32.0, p->beta_slow = 1.0, p->truncate = true;
@@ -224,7 +224,7 @@ static ql_status read_rope_type(const json_t *d, const char *what, ql_rope_type 
 /* d: the object rope_scaling or rope_parameters; NULL: none. */
 static ql_status read_rope_scaling(reader *r, const json_t *d, const char *what)
 {
-    ql_rope *p = &r->c->rope;
+    ql_rope_config *p = &r->c->rope;
     double partial = 1.0;
     if (!json_is_object(d))
         QL_FAIL(QL_EINVAL, "%s must be an object, found %s", what, ql_json_show(d));
@@ -252,9 +252,9 @@ static ql_status read_rope_scaling(reader *r, const json_t *d, const char *what)
 
 static ql_status read_rope(reader *r)
 {
-    ql_rope *p = &r->c->rope;
+    ql_rope_config *p = &r->c->rope;
     char what[128];
-    *p = (ql_rope){.type = QL_ROPE_DEFAULT, .theta = 10000.0, .factor = 1.0, .attention_scaling = 1.0};
+    *p = (ql_rope_config){.type = QL_ROPE_DEFAULT, .theta = 10000.0, .factor = 1.0, .attention_scaling = 1.0};
     QL_TRY(ql_json_opt_num(r->o, r->what, "rope_theta", 2.0, 1e15, &p->theta));
     static const char *const keys[] = {"rope_scaling", "rope_parameters"};
     for (int i = 0; i < 2; i++) {
@@ -428,7 +428,7 @@ static double yarn_dim(const ql_config *c, double turns)
 
 static void yarn_inv_freq(const ql_config *c, const float *turn, float *out)
 {
-    const ql_rope *p = &c->rope;
+    const ql_rope_config *p = &c->rope;
     double low = yarn_dim(c, p->beta_fast), high = yarn_dim(c, p->beta_slow);
     if (p->truncate) low = floor(low), high = ceil(high);
     low = fmax(low, 0.0);
@@ -443,7 +443,7 @@ static void yarn_inv_freq(const ql_config *c, const float *turn, float *out)
     }
 }
 
-static float llama3_inv_freq(const ql_rope *p, float inv)
+static float llama3_inv_freq(const ql_rope_config *p, float inv)
 {
     float length = (float)p->original, factor = (float)p->factor;
     float wave = 6.2831855f / inv;
@@ -457,7 +457,7 @@ static float llama3_inv_freq(const ql_rope *p, float inv)
 
 void ql_rope_inv_freq(const ql_config *c, float *out)
 {
-    const ql_rope *p = &c->rope;
+    const ql_rope_config *p = &c->rope;
     float turn[512]; /* theta^(2i/D); head_dim is at most 1024 */
     for (int64_t i = 0; i < c->head_dim / 2; i++)
         turn[i] = (float)pow((double)(float)p->theta, (double)((float)(2 * i) / (float)c->head_dim));
