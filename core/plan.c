@@ -1,0 +1,236 @@
+#include "core/plan.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+int ql_plan_pieces(int g, int exact_worlds)
+{
+    int a = g, b = exact_worlds;
+    while (b) {
+        int t = a % b;
+        a = b, b = t;
+    }
+    return a;
+}
+
+int ql_plan_first(const ql_choice *c, int rank)
+{
+    return (int)((int64_t)c->g * rank / c->world);
+}
+
+static int pieces_per_rank(const ql_choice *c)
+{
+    return c->pieces % c->world ? 1 : c->pieces / c->world;
+}
+
+int ql_plan_grad_buffers(const ql_choice *c)
+{
+    int n = 1;
+    for (int p = pieces_per_rank(c); p > 1; p /= 2) n++;
+    return n;
+}
+
+int ql_plan_flights(const ql_choice *c)
+{
+    return c->schedule == QL_BREADTH ? (c->g + c->world - 1) / c->world : 1;
+}
+
+void ql_plan_free(ql_plan *p)
+{
+    if (!p) return;
+    free(p->a);
+    memset(p, 0, sizeof *p);
+}
+
+/* ---- builders --------------------------------------------------------------------------------- */
+
+typedef struct {
+    const ql_choice *c;
+    ql_plan *p;
+    ql_status st;
+    int slot;              /* next gather slot */
+    int held;              /* layer whose base the scratch holds; −1 none */
+    int pending, pending_slot; /* gathered ahead, not used yet; −1 none */
+    int joined[16], depth; /* levels of the gradient stack */
+} builder;
+
+static void add(builder *b, ql_do what, int mb, int layer, int slot)
+{
+    ql_plan *p = b->p;
+    if (b->st != QL_OK) return;
+    if (p->count == p->capacity) {
+        int cap = p->capacity ? 2 * p->capacity : 1024;
+        ql_action *a = realloc(p->a, (size_t)cap * sizeof *a);
+        if (!a) {
+            b->st = ql_fail(QL_ENOMEM, "plan: no memory for %d actions", cap);
+            return;
+        }
+        p->a = a;
+        p->capacity = cap;
+    }
+    p->a[p->count++] = (ql_action){(uint8_t)what, (int16_t)mb, (int16_t)layer, (int16_t)slot};
+}
+
+static int moves(const ql_choice *c, int layer)
+{
+    return c->store[layer] == QL_SHARDED || c->store[layer] == QL_HOST;
+}
+
+static void gather(builder *b, int layer)
+{
+    if (b->pending >= 0 || layer < 0 || layer >= b->c->layers || !moves(b->c, layer)) return;
+    add(b, QL_DO_GATHER, -1, layer, b->slot);
+    b->pending = layer;
+    b->pending_slot = b->slot;
+    b->slot = (b->slot + 1) % QL_GATHER_SLOTS;
+}
+
+/* The layer's base is about to be used; `next` comes after it and is fetched meanwhile. Returns the slot to release, −1 none. */
+static int need(builder *b, int layer, int next)
+{
+    int slot = -1;
+    if (moves(b->c, layer) && b->held != layer) {
+        if (b->pending != layer) gather(b, layer);
+        slot = b->pending_slot;
+        b->pending = -1;
+    }
+    /* A resident layer is dequantised in place of what the scratch held. RESIDENT16 layers have their own. */
+    if (b->c->store[layer] != QL_RESIDENT16) b->held = layer;
+    if (next != layer) gather(b, next);
+    return slot;
+}
+
+static void release(builder *b, int slot)
+{
+    if (slot >= 0) add(b, QL_DO_RELEASE, -1, -1, slot);
+}
+
+static void forward(builder *b, int mb, int layer, int next)
+{
+    int slot = need(b, layer, next);
+    add(b, QL_DO_F, mb, layer, slot);
+    release(b, slot);
+    if (b->c->train && b->c->save[layer] && layer >= b->c->first) add(b, QL_DO_SAVE, mb, layer, -1);
+}
+
+static void backward(builder *b, int mb, int layer, int next)
+{
+    int slot = need(b, layer, next);
+    if (b->c->save[layer]) add(b, QL_DO_LOAD, mb, layer, -1);
+    if (b->c->keep[layer] != QL_KEEP_ALL) {
+        add(b, QL_DO_R, mb, layer, slot);
+        add(b, QL_DO_B, mb, layer, -1);
+    } else {
+        add(b, QL_DO_B, mb, layer, slot);
+    }
+    release(b, slot);
+}
+
+/* A piece of the tree is done: two neighbours of one level join. */
+static void piece_done(builder *b)
+{
+    while (b->depth > 1 && b->joined[b->depth - 1] == b->joined[b->depth - 2]) {
+        add(b, QL_DO_JOIN, -1, -1, -1);
+        b->depth--;
+        b->joined[b->depth - 1]++;
+    }
+}
+
+static void piece_begin(builder *b)
+{
+    add(b, QL_DO_PIECE, -1, -1, -1);
+    b->joined[b->depth++] = 0;
+}
+
+/* Is mb the first of a piece? Where the world does not divide the pieces, each rank's range is one. */
+static int begins_piece(const ql_choice *c, int rank, int mb)
+{
+    if (c->pieces % c->world) return mb == ql_plan_first(c, rank);
+    return mb % (c->g / c->pieces) == 0;
+}
+
+/* One micro-batch after the other, all layers each. */
+static void loop(builder *b, int rank, int from, int to)
+{
+    const ql_choice *c = b->c;
+    for (int mb = from; mb < to; mb++) {
+        if (c->train && begins_piece(c, rank, mb)) {
+            if (mb > from) piece_done(b);
+            piece_begin(b);
+        }
+        add(b, QL_DO_BATCH, mb, -1, -1);
+        for (int l = 0; l < c->layers; l++) {
+            int next = l + 1 < c->layers ? l + 1 : c->train ? l : 0;
+            forward(b, mb, l, next);
+        }
+        add(b, QL_DO_HEAD, mb, -1, -1);
+        for (int l = c->layers - 1; c->train && l >= c->first; l--) {
+            int next = l > c->first ? l - 1 : mb + 1 < to ? 0 : l;
+            backward(b, mb, l, next);
+        }
+    }
+}
+
+/* A layer for all micro-batches, then the next: gathers and dequantisations divided by their number. Gradients of one piece at a time,
+ * so a pass covers the micro-batches of one piece. */
+static void breadth(builder *b, int rank, int from, int to)
+{
+    const ql_choice *c = b->c;
+    for (int lo = from, hi; lo < to; lo = hi) {
+        for (hi = lo + 1; hi < to && !begins_piece(c, rank, hi);) hi++;
+        if (c->train) {
+            if (lo > from) piece_done(b);
+            piece_begin(b);
+        }
+        for (int mb = lo; mb < hi; mb++) add(b, QL_DO_BATCH, mb, -1, -1);
+        for (int l = 0; l < c->layers; l++)
+            for (int mb = lo; mb < hi; mb++) forward(b, mb, l, mb + 1 < hi ? l : l + 1 < c->layers ? l + 1 : c->train ? l : 0);
+        for (int mb = lo; mb < hi; mb++) add(b, QL_DO_HEAD, mb, -1, -1);
+        for (int l = c->layers - 1; c->train && l >= c->first; l--)
+            for (int mb = lo; mb < hi; mb++) backward(b, mb, l, mb + 1 < hi ? l : l > c->first ? l - 1 : hi < to ? 0 : l);
+    }
+}
+
+ql_status ql_plan_build(const ql_choice *c, int rank, int g, ql_plan *out)
+{
+    ql_plan p = {.rank = rank, .g = g};
+    builder b = {.c = c, .p = &p, .st = QL_OK, .held = -1, .pending = -1};
+    int from = (int)ql_min64(ql_plan_first(c, rank), g), to = (int)ql_min64(ql_plan_first(c, rank + 1), g);
+    if (c->layers > QL_MAX_LAYERS || c->g > QL_MAX_ACCUM || c->world > QL_MAX_WORLD)
+        QL_FAIL(QL_ENOSUP, "plan: %d layers, %d micro-batches, %d ranks: at most %d, %d, %d", c->layers, c->g, c->world,
+                (int)QL_MAX_LAYERS, (int)QL_MAX_ACCUM, (int)QL_MAX_WORLD);
+    if (c->schedule == QL_BREADTH)
+        breadth(&b, rank, from, to);
+    else
+        loop(&b, rank, from, to);
+    if (c->train) {
+        piece_done(&b);
+        /* A short last group leaves nodes of unequal level: they join from the top, which is the tree without the missing leaves. */
+        for (; b.depth > 1; b.depth--) add(&b, QL_DO_JOIN, -1, -1, -1);
+        add(&b, QL_DO_REDUCE, -1, -1, -1);
+        add(&b, QL_DO_STEP, -1, -1, -1);
+    }
+    if (b.st != QL_OK) {
+        ql_plan_free(&p);
+        return b.st;
+    }
+    *out = p;
+    return QL_OK;
+}
+
+const char *ql_do_name(ql_do d)
+{
+    static const char *const names[QL_DOS] = {"GATHER", "RELEASE", "BATCH", "F",    "HEAD",   "R",   "B",
+                                              "SAVE",   "LOAD",    "PIECE", "JOIN", "REDUCE", "STEP"};
+    return (unsigned)d < QL_DOS ? names[d] : "?";
+}
+
+int ql_action_print(const ql_action *a, char *buf, size_t size)
+{
+    char layer[24] = "", mb[24] = "", slot[24] = "";
+    if (a->layer >= 0) snprintf(layer, sizeof layer, " %d", a->layer);
+    if (a->mb >= 0) snprintf(mb, sizeof mb, " mb %d", a->mb);
+    if (a->slot >= 0) snprintf(slot, sizeof slot, " slot %d", a->slot);
+    return snprintf(buf, size, "%s%s%s%s", ql_do_name((ql_do)a->what), layer, mb, slot);
+}

@@ -1,0 +1,83 @@
+#include "core/plan.h"
+#include "tests/test.h"
+
+static void choose(ql_choice *c, int world, int g, int schedule, int store, int keep, int save, int train)
+{
+    memset(c, 0, sizeof *c);
+    c->world = world, c->layers = 5, c->first = 1, c->g = g, c->pieces = ql_plan_pieces(g, 8), c->train = train;
+    c->schedule = (ql_schedule)schedule;
+    for (int l = 0; l < c->layers; l++) {
+        c->store[l] = (uint8_t)(store == QL_STORES ? l % QL_STORES : store);
+        c->keep[l] = (uint8_t)(keep == 3 ? l % 3 : keep);
+        c->save[l] = (uint8_t)(save && l % 2);
+    }
+}
+
+TEST(every_plan_is_proven)
+{
+    int plans = 0;
+    ql_choice c;
+    for (int world = 1; world <= 8; world++)
+        for (int g = 1; g <= 16; g++)
+            for (int v = 0; v < QL_SCHEDULES * 5 * 4 * 2 * 2; v++)
+                for (int rank = 0; rank < world; rank++) {
+                    choose(&c, world, g, v % QL_SCHEDULES, v / QL_SCHEDULES % 5, v / QL_SCHEDULES / 5 % 4,
+                           v / QL_SCHEDULES / 20 % 2, v / QL_SCHEDULES / 40);
+                    for (int short_g = g; short_g >= 1; short_g = short_g > g / 2 && g > 1 ? g / 2 : 0) {
+                        ql_plan p;
+                        CHECK_OK(ql_plan_build(&c, rank, short_g, &p));
+                        ql_status st = ql_plan_check(&c, &p);
+                        ql_plan_free(&p);
+                        CHECK_MSG(st == QL_OK, "world %d rank %d g %d of %d variant %d: %s", world, rank, short_g, g, v,
+                                  ql_error());
+                        plans++;
+                    }
+                }
+    CHECK(plans > 10000);
+}
+
+/* A broken plan is found: every single action left out of a good plan, but those whose absence only wastes memory. */
+TEST(a_missing_action_is_found)
+{
+    ql_choice c;
+    ql_plan p;
+    choose(&c, 2, 8, QL_LOOP, QL_SHARDED, QL_KEEP_INPUT, 1, 1);
+    CHECK_OK(ql_plan_build(&c, 1, 8, &p));
+    int found = 0;
+    for (int i = 0; i < p.count; i++) {
+        ql_plan q = p;
+        q.a = malloc((size_t)p.count * sizeof *q.a);
+        memcpy(q.a, p.a, (size_t)p.count * sizeof *q.a);
+        memmove(q.a + i, q.a + i + 1, (size_t)(p.count - 1 - i) * sizeof *q.a);
+        q.count--;
+        found += ql_plan_check(&c, &q) != QL_OK;
+        ql_error_clear();
+        free(q.a);
+    }
+    int count = p.count;
+    ql_plan_free(&p);
+    CHECK_INT(found, count);
+}
+
+TEST(gathers_are_prefetched_and_counted)
+{
+    ql_choice c;
+    ql_plan p;
+    choose(&c, 2, 2, QL_LOOP, QL_SHARDED, QL_KEEP_INPUT, 0, 1);
+    c.first = 0;
+    CHECK_OK(ql_plan_build(&c, 0, 2, &p));
+    int gathers = 0, ahead = 0;
+    for (int i = 0; i < p.count; i++) {
+        if (p.a[i].what != QL_DO_GATHER) continue;
+        gathers++;
+        /* Fetched before the compute of the layer before it is issued. */
+        int next = i + 1;
+        while (next < p.count && p.a[next].what == QL_DO_GATHER) next++;
+        ahead += p.a[next].layer != p.a[i].layer;
+    }
+    ql_plan_free(&p);
+    CHECK_INT(gathers, 2 * 5 - 1); /* 2L − 1: the last layer stays from forward to backward */
+    CHECK_INT(ahead, gathers - 1);
+}
+
+TEST_MAIN(T(every_plan_is_proven), T(a_missing_action_is_found), T(gathers_are_prefetched_and_counted))
