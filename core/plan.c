@@ -106,23 +106,22 @@ static void release(builder *b, int slot)
     if (slot >= 0) add(b, QL_DO_RELEASE, -1, -1, slot);
 }
 
+/* mb −1: this rank has no work here, but the others gather and so does it. */
 static void forward(builder *b, int mb, int layer, int next)
 {
     int slot = need(b, layer, next);
-    add(b, QL_DO_F, mb, layer, slot);
+    if (mb >= 0) add(b, QL_DO_F, mb, layer, slot);
     release(b, slot);
-    if (b->c->train && b->c->save[layer] && layer >= b->c->first) add(b, QL_DO_SAVE, mb, layer, -1);
+    if (mb >= 0 && b->c->train && b->c->save[layer] && layer >= b->c->first) add(b, QL_DO_SAVE, mb, layer, -1);
 }
 
 static void backward(builder *b, int mb, int layer, int next)
 {
     int slot = need(b, layer, next);
-    if (b->c->save[layer]) add(b, QL_DO_LOAD, mb, layer, -1);
-    if (b->c->keep[layer] != QL_KEEP_ALL) {
-        add(b, QL_DO_R, mb, layer, slot);
-        add(b, QL_DO_B, mb, layer, -1);
-    } else {
-        add(b, QL_DO_B, mb, layer, slot);
+    if (mb >= 0) {
+        if (b->c->save[layer]) add(b, QL_DO_LOAD, mb, layer, -1);
+        if (b->c->keep[layer] != QL_KEEP_ALL) add(b, QL_DO_R, mb, layer, slot);
+        add(b, QL_DO_B, mb, layer, b->c->keep[layer] != QL_KEEP_ALL ? -1 : slot);
     }
     release(b, slot);
 }
@@ -150,45 +149,63 @@ static int begins_piece(const ql_choice *c, int rank, int mb)
     return mb % (c->g / c->pieces) == 0;
 }
 
-/* One micro-batch after the other, all layers each. */
-static void loop(builder *b, int rank, int from, int to)
+static int shares(const ql_choice *c)
 {
-    const ql_choice *c = b->c;
-    for (int mb = from; mb < to; mb++) {
-        if (c->train && begins_piece(c, rank, mb)) {
-            if (mb > from) piece_done(b);
-            piece_begin(b);
-        }
-        add(b, QL_DO_BATCH, mb, -1, -1);
-        for (int l = 0; l < c->layers; l++) {
-            int next = l + 1 < c->layers ? l + 1 : c->train ? l : 0;
-            forward(b, mb, l, next);
-        }
-        add(b, QL_DO_HEAD, mb, -1, -1);
-        for (int l = c->layers - 1; c->train && l >= c->first; l--) {
-            int next = l > c->first ? l - 1 : mb + 1 < to ? 0 : l;
-            backward(b, mb, l, next);
-        }
-    }
+    for (int l = 0; c->world > 1 && l < c->layers; l++)
+        if (c->store[l] == QL_SHARDED) return 1;
+    return 0;
 }
 
-/* A layer for all micro-batches, then the next: gathers and dequantisations divided by their number. Gradients of one piece at a time,
- * so a pass covers the micro-batches of one piece. */
-static void breadth(builder *b, int rank, int from, int to)
+static int last(const ql_choice *c, int rank, int g)
+{
+    return (int)ql_min64(ql_plan_first(c, rank + 1), g);
+}
+
+/* End of the micro-batches from lo that share a pass over the layers: one in a loop; in breadth those of one piece. */
+static int pass_end(const builder *b, int rank, int lo, int to)
+{
+    int hi = lo + 1;
+    while (b->c->schedule == QL_BREADTH && hi < to && !begins_piece(b->c, rank, hi)) hi++;
+    return (int)ql_min64(hi, to);
+}
+
+static int passes(const builder *b, int rank, int g)
+{
+    int n = 0, to = last(b->c, rank, g);
+    for (int lo = ql_plan_first(b->c, rank); lo < to; lo = pass_end(b, rank, lo, to)) n++;
+    return n;
+}
+
+/* All layers forward, the loss, all layers backward, for the micro-batches [lo, hi): each layer for all of them, then the next, which
+ * divides gathers and dequantisations by their number. lo = hi: only the gathers. */
+static void pass(builder *b, int lo, int hi, int more)
 {
     const ql_choice *c = b->c;
-    for (int lo = from, hi; lo < to; lo = hi) {
-        for (hi = lo + 1; hi < to && !begins_piece(c, rank, hi);) hi++;
-        if (c->train) {
+    int n = hi > lo ? hi - lo : 1, top = c->layers - 1;
+    for (int mb = lo; mb < hi; mb++) add(b, QL_DO_BATCH, mb, -1, -1);
+    for (int l = 0; l <= top; l++)
+        for (int i = 0; i < n; i++)
+            forward(b, hi > lo ? lo + i : -1, l, i + 1 < n ? l : l < top ? l + 1 : c->train ? l : more ? 0 : l);
+    for (int mb = lo; mb < hi; mb++) add(b, QL_DO_HEAD, mb, -1, -1);
+    for (int l = top; c->train && l >= c->first; l--)
+        for (int i = 0; i < n; i++)
+            backward(b, hi > lo ? lo + i : -1, l, i + 1 < n ? l : l > c->first ? l - 1 : more ? 0 : l);
+}
+
+static void build(builder *b, int rank, int g)
+{
+    const ql_choice *c = b->c;
+    int lo = (int)ql_min64(ql_plan_first(c, rank), g), to = last(c, rank, g), most = 0, from = lo;
+    for (int r = 0; r < c->world; r++) most = (int)ql_max64(most, passes(b, r, g));
+    if (!shares(c)) most = passes(b, rank, g);
+    for (int i = 0; i < most; i++) {
+        int hi = lo < to ? pass_end(b, rank, lo, to) : lo;
+        if (c->train && hi > lo && begins_piece(c, rank, lo)) {
             if (lo > from) piece_done(b);
             piece_begin(b);
         }
-        for (int mb = lo; mb < hi; mb++) add(b, QL_DO_BATCH, mb, -1, -1);
-        for (int l = 0; l < c->layers; l++)
-            for (int mb = lo; mb < hi; mb++) forward(b, mb, l, mb + 1 < hi ? l : l + 1 < c->layers ? l + 1 : c->train ? l : 0);
-        for (int mb = lo; mb < hi; mb++) add(b, QL_DO_HEAD, mb, -1, -1);
-        for (int l = c->layers - 1; c->train && l >= c->first; l--)
-            for (int mb = lo; mb < hi; mb++) backward(b, mb, l, mb + 1 < hi ? l : l > c->first ? l - 1 : hi < to ? 0 : l);
+        pass(b, lo, hi, i + 1 < most);
+        lo = hi;
     }
 }
 
@@ -196,16 +213,12 @@ ql_status ql_plan_build(const ql_choice *c, int rank, int g, ql_plan *out)
 {
     ql_plan p = {.rank = rank, .g = g};
     builder b = {.c = c, .p = &p, .st = QL_OK, .held = -1, .pending = -1};
-    int from = (int)ql_min64(ql_plan_first(c, rank), g), to = (int)ql_min64(ql_plan_first(c, rank + 1), g);
     if (c->layers > QL_MAX_LAYERS || c->g > QL_MAX_ACCUM || c->world > QL_MAX_WORLD)
         QL_FAIL(QL_ENOSUP, "plan: %d layers, %d micro-batches, %d ranks: at most %d, %d, %d", c->layers, c->g, c->world,
                 (int)QL_MAX_LAYERS, (int)QL_MAX_ACCUM, (int)QL_MAX_WORLD);
-    if (c->schedule == QL_BREADTH)
-        breadth(&b, rank, from, to);
-    else
-        loop(&b, rank, from, to);
+    build(&b, rank, g);
     if (c->train) {
-        piece_done(&b);
+        if (b.depth) piece_done(&b);
         /* A short last group leaves nodes of unequal level: they join from the top, which is the tree without the missing leaves. */
         for (; b.depth > 1; b.depth--) add(&b, QL_DO_JOIN, -1, -1, -1);
         add(&b, QL_DO_REDUCE, -1, -1, -1);

@@ -80,4 +80,32 @@ TEST(gathers_are_prefetched_and_counted)
     CHECK_INT(ahead, gathers - 1);
 }
 
-TEST_MAIN(T(every_plan_is_proven), T(a_missing_action_is_found), T(gathers_are_prefetched_and_counted))
+/* Collectives must match: all ranks gather the same layers in the same order, whatever each has to compute. */
+TEST(ranks_gather_in_the_same_order)
+{
+    ql_choice c;
+    for (int world = 2; world <= 8; world++)
+        for (int g = 1; g <= 9; g++)
+            for (int v = 0; v < QL_SCHEDULES * 2; v++) {
+                choose(&c, world, 9, v % QL_SCHEDULES, QL_SHARDED, QL_KEEP_INPUT, 0, v / QL_SCHEDULES);
+                int16_t order[4096];
+                int n0 = -1;
+                for (int rank = 0; rank < world; rank++) {
+                    ql_plan p;
+                    int n = 0, same = 1;
+                    CHECK_OK(ql_plan_build(&c, rank, g, &p));
+                    for (int i = 0; i < p.count; i++) {
+                        if (p.a[i].what != QL_DO_GATHER) continue;
+                        if (rank == 0) order[n] = p.a[i].layer;
+                        same &= order[n++] == p.a[i].layer;
+                    }
+                    ql_plan_free(&p);
+                    CHECK_MSG(same && (rank == 0 || n == n0), "world %d g %d variant %d rank %d: %d gathers, rank 0 has %d", world,
+                              g, v, rank, n, n0);
+                    n0 = n;
+                }
+            }
+}
+
+TEST_MAIN(T(every_plan_is_proven), T(a_missing_action_is_found), T(gathers_are_prefetched_and_counted),
+          T(ranks_gather_in_the_same_order))
