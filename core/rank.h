@@ -1,0 +1,106 @@
+/* One rank: a device, its memory, the frozen model on it, and the execution of plans. */
+#ifndef QL_RANK_H
+#define QL_RANK_H
+
+#include "core/dataset.h"
+#include "core/memory.h"
+#include "core/optim.h"
+#include "core/plan.h"
+
+/* Where a rank stands, written by it and read by the supervisor; in shared memory. */
+typedef struct {
+    volatile int64_t beat;     /* actions done: progress, for deadlines */
+    volatile int step;         /* optimizer step at work, from 1 */
+    volatile int action;       /* index in the plan: stopping ranks agree on one */
+    volatile int at_stop;      /* 1: this rank has seen the stop and says where it is */
+    int64_t bytes[QL_CATS];
+    ql_dev_memory mem;
+    char name[96];
+} ql_rank_state;
+
+/* What ranks of a session share; mapped before the fork. */
+typedef struct {
+    volatile int stop;         /* 1: end at the next action */
+    volatile int abort;        /* 1: a rank died or failed: leave all waits */
+    ql_rank_state rank[QL_MAX_WORLD];
+} ql_shared;
+
+typedef struct {
+    const ql_backend *be;
+    int device, rank, world;
+    ql_shared *shared;
+    void *comm_shared;         /* for the comm table */
+    int64_t comm_bytes;
+    char *host_base;           /* host-resident layers, one copy for all ranks; NULL when there are none */
+    int64_t host_bytes;
+    int64_t timeout_ms;
+    int64_t device_limit;      /* bytes this rank may take; 0: what is free */
+    /* Called with progress of loading; may be NULL. */
+    void (*progress)(void *ctx, const char *what, int64_t done, int64_t total);
+    void *ctx;
+} ql_rank_setup;
+
+typedef struct ql_rank {
+    ql_rank_setup set;
+    const ql_spec *spec;
+    ql_dev *dev;
+    ql_comm *comm;
+    ql_stream *compute, *side;                 /* side: gathers and copies */
+    ql_queue q;
+    ql_mem *mem;
+    ql_arena arena;
+    ql_event *slot_full[QL_GATHER_SLOTS], *slot_free[QL_GATHER_SLOTS];
+    ql_event *saved[2], *staged, *ready, *pace[2];
+    char *host_h;                              /* saved activations, pinned */
+    char *host_state;                          /* offloaded optimizer states, pinned */
+    int64_t host_h_bytes, host_state_bytes;
+    int64_t version;                           /* of the adapters */
+    int stack;                                 /* gradient buffers in use */
+    ql_batch batch;
+    ql_micro *micro;                           /* (flights) */
+    int32_t *order;                            /* scratch of the loader */
+    ql_event **layer_done;
+    int64_t loaded;                            /* layers on the device */
+} ql_rank;
+
+ql_status ql_rank_open(const ql_rank_setup *set, const ql_spec *spec, ql_rank **out);
+void ql_rank_close(ql_rank *r);
+/* Frozen weights to their places. Every rank reads its own ranges; host layers are filled by the ranks in turn. */
+ql_status ql_rank_load(ql_rank *r);
+/* Adapters, F32 flat, spec->lora->elements; a set also clears nothing else. */
+ql_status ql_rank_set_adapters(ql_rank *r, const float *flat);
+ql_status ql_rank_get_adapters(ql_rank *r, float *flat);
+
+/* One optimizer step's (or evaluation's) data: micro-batch k is examples order[(first + k)·batch …) of n. */
+typedef struct {
+    const ql_dataset *data;
+    const int32_t *order;
+    int64_t n, first, batch;
+    int g;                                     /* micro-batches there are */
+    int32_t pad_id;
+    uint32_t step;                             /* from 1 */
+    int64_t items;                             /* targets of all micro-batches */
+} ql_step_data;
+
+typedef struct {
+    float loss, norm, lr, loss_scale;
+    int skipped, steps, skips;
+} ql_step_result;
+
+/* Targets of the micro-batches of a step: the loss denominator, known before it starts. */
+int64_t ql_step_items(const ql_step_data *d);
+int64_t ql_step_tokens(const ql_step_data *d);
+
+/* Runs a plan of train actions. QL_ESTOP: the step was dropped, nothing has changed. */
+ql_status ql_rank_step(ql_rank *r, const ql_plan *p, const ql_step_data *d, ql_step_result *out);
+/* Forward and loss of the plan's micro-batches; losses[mb] gets Σ nll of those this rank has (all ranks' after it). */
+ql_status ql_rank_forward(ql_rank *r, const ql_plan *p, const ql_step_data *d, float *losses);
+/* Runs every kernel once at the shapes to come, so that nothing is set up inside a step. */
+ql_status ql_rank_warm(ql_rank *r, const ql_plan *p, const ql_step_data *d);
+ql_status ql_rank_measure(ql_rank *r);
+
+/* exec.c, shared with generate.c */
+ql_status ql_exec_batch(ql_rank *r, int flight, const ql_batch *b, int train, uint32_t step);
+ql_status ql_exec_layer(ql_rank *r, ql_micro *mb, int64_t layer, int slot, ql_layer *out);
+
+#endif
