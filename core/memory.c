@@ -14,7 +14,7 @@ static int64_t layers(const ql_mem *m)
 
 static int parts_of(const ql_mem *m, int64_t l)
 {
-    return m->spec->choice.store[l] == QL_SHARDED ? m->spec->choice.world : 1;
+    return m->spec->choice.store[l] == QL_STORE_SHARDED ? m->spec->choice.world : 1;
 }
 
 /* Is the k-th run of one kind? Tensors in flat order; padding belongs to its tensor. */
@@ -62,7 +62,7 @@ static ql_status tables(ql_mem *m)
         QL_FAIL(QL_ENOMEM, "no memory for the tables of %lld layers", (long long)n);
     for (int64_t l = 0; l < (int64_t)n; l++) {
         QL_TRY(ql_blob_init(&m->blob[l], &s->model->block[l], &s->quant, s->model->cfg.dtype, parts_of(m, l)));
-        if (s->choice.store[l] == QL_SHARDED || s->choice.store[l] == QL_HOST)
+        if (s->choice.store[l] == QL_STORE_SHARDED || s->choice.store[l] == QL_STORE_HOST)
             m->slot_bytes = ql_max64(m->slot_bytes, m->blob[l].part_bytes * m->blob[l].parts);
     }
     return QL_OK;
@@ -145,10 +145,10 @@ static ql_status carve_frozen(ql_mem *m, ql_arena *a)
         const ql_blob *b = &m->blob[l];
         QL_TRY(ql_tables_carve(b, a, &m->tables[l]));
         QL_TRY(carve_small(m, a, l));
-        switch ((ql_store)s->choice.store[l]) {
-        case QL_RESIDENT:
-        case QL_SHARDED: QL_TRY(ql_arena_take(a, QL_CAT_BASE, b->part_bytes, &m->base[l])); break;
-        case QL_RESIDENT16: {
+        switch ((ql_store_kind)s->choice.store[l]) {
+        case QL_STORE_RESIDENT:
+        case QL_STORE_SHARDED: QL_TRY(ql_arena_take(a, QL_CAT_BASE, b->part_bytes, &m->base[l])); break;
+        case QL_STORE_RESIDENT16: {
             /* The blob is needed while loading only and passes through a gather slot. */
             int64_t before = a->by_cat[QL_CAT_SCRATCH];
             QL_TRY(ql_scratch_carve(&m->shape, a, &m->own[l]));
@@ -303,7 +303,7 @@ int64_t ql_mem_host_at(const ql_mem *m, int64_t layer)
 {
     int64_t at = 0;
     for (int64_t l = 0; l < layer; l++)
-        if (m->spec->choice.store[l] == QL_HOST) at += m->blob[l].part_bytes;
+        if (m->spec->choice.store[l] == QL_STORE_HOST) at += m->blob[l].part_bytes;
     return at;
 }
 

@@ -74,7 +74,7 @@ static void add(builder *b, ql_do what, int mb, int layer, int slot)
 
 static int moves(const ql_choice *c, int layer)
 {
-    return c->store[layer] == QL_SHARDED || c->store[layer] == QL_HOST;
+    return c->store[layer] == QL_STORE_SHARDED || c->store[layer] == QL_STORE_HOST;
 }
 
 static void gather(builder *b, int layer)
@@ -96,7 +96,7 @@ static int need(builder *b, int layer, int next)
         b->pending = -1;
     }
     /* A resident layer is dequantised in place of what the scratch held. RESIDENT16 layers have their own. */
-    if (b->c->store[layer] != QL_RESIDENT16) b->held = layer;
+    if (b->c->store[layer] != QL_STORE_RESIDENT16) b->held = layer;
     if (next != layer) gather(b, next);
     return slot;
 }
@@ -152,7 +152,7 @@ static int begins_piece(const ql_choice *c, int rank, int mb)
 static int shares(const ql_choice *c)
 {
     for (int l = 0; c->world > 1 && l < c->layers; l++)
-        if (c->store[l] == QL_SHARDED) return 1;
+        if (c->store[l] == QL_STORE_SHARDED) return 1;
     return 0;
 }
 

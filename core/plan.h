@@ -38,7 +38,7 @@ typedef struct {
     int world, layers, first;        /* first: lowest layer with an adapter */
     int g, pieces;                   /* micro-batches of an optimizer step; P */
     ql_schedule schedule;
-    uint8_t store[QL_MAX_LAYERS];    /* ql_store */
+    uint8_t store[QL_MAX_LAYERS];    /* ql_store_kind */
     uint8_t keep[QL_MAX_LAYERS];     /* ql_keep */
     uint8_t save[QL_MAX_LAYERS];     /* 1: h[layer] rests on the host between forward and backward */
     int train;                       /* 0: forward and loss only (eval) */

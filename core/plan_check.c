@@ -36,8 +36,8 @@ static int8_t *h_of(sim *s, int mb, int layer)
 static ql_status base_ready(sim *s, const ql_action *a)
 {
     int st = s->c->store[a->layer];
-    if (st == QL_RESIDENT16) return QL_OK;
-    if (st == QL_RESIDENT || s->held == a->layer) {
+    if (st == QL_STORE_RESIDENT16) return QL_OK;
+    if (st == QL_STORE_RESIDENT || s->held == a->layer) {
         s->held = a->layer;
         return QL_OK;
     }
@@ -86,7 +86,7 @@ static ql_status do_store(sim *s, const ql_action *a)
         return QL_OK;
     }
     if (a->slot < 0 || a->slot >= QL_GATHER_SLOTS || s->slot_layer[a->slot] >= 0) return bad(s, "the slot is taken");
-    if (s->c->store[a->layer] != QL_SHARDED && s->c->store[a->layer] != QL_HOST) return bad(s, "gathers a resident layer");
+    if (s->c->store[a->layer] != QL_STORE_SHARDED && s->c->store[a->layer] != QL_STORE_HOST) return bad(s, "gathers a resident layer");
     s->slot_layer[a->slot] = a->layer;
     return QL_OK;
 }

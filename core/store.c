@@ -7,12 +7,6 @@
 
 enum { PART_ALIGN = 256, CHUNK = 1 << 20 /* weights quantised at a time: a multiple of 64·256 */ };
 
-const char *ql_store_name(ql_store s)
-{
-    static const char *const names[QL_STORES] = {"resident", "resident16", "sharded", "host"};
-    return (unsigned)s < QL_STORES ? names[s] : "?";
-}
-
 /* ---- layout ----------------------------------------------------------------------------------- */
 
 static int64_t absmax_bytes(const ql_blob_linear *l)

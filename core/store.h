@@ -7,12 +7,9 @@
 #ifndef QL_STORE_H
 #define QL_STORE_H
 
+#include "core/job.h"
 #include "core/layer.h"
 #include "kernels/comm.h"
-
-typedef enum { QL_RESIDENT, QL_RESIDENT16, QL_SHARDED, QL_HOST, QL_STORES } ql_store;
-
-const char *ql_store_name(ql_store s); /* "resident", "resident16", "sharded", "host" */
 
 /* How plain 16- or 32-bit weights are kept. */
 typedef struct {

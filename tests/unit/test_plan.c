@@ -7,7 +7,7 @@ static void choose(ql_choice *c, int world, int g, int schedule, int store, int 
     c->world = world, c->layers = 5, c->first = 1, c->g = g, c->pieces = ql_plan_pieces(g, 8), c->train = train;
     c->schedule = (ql_schedule)schedule;
     for (int l = 0; l < c->layers; l++) {
-        c->store[l] = (uint8_t)(store == QL_STORES ? l % QL_STORES : store);
+        c->store[l] = (uint8_t)(store ? store : 1 + l % 4);
         c->keep[l] = (uint8_t)(keep == 3 ? l % 3 : keep);
         c->save[l] = (uint8_t)(save && l % 2);
     }
@@ -41,7 +41,7 @@ TEST(a_missing_action_is_found)
 {
     ql_choice c;
     ql_plan p;
-    choose(&c, 2, 8, QL_LOOP, QL_SHARDED, QL_KEEP_INPUT, 1, 1);
+    choose(&c, 2, 8, QL_LOOP, QL_STORE_SHARDED, QL_KEEP_INPUT, 1, 1);
     CHECK_OK(ql_plan_build(&c, 1, 8, &p));
     int found = 0;
     for (int i = 0; i < p.count; i++) {
@@ -63,7 +63,7 @@ TEST(gathers_are_prefetched_and_counted)
 {
     ql_choice c;
     ql_plan p;
-    choose(&c, 2, 2, QL_LOOP, QL_SHARDED, QL_KEEP_INPUT, 0, 1);
+    choose(&c, 2, 2, QL_LOOP, QL_STORE_SHARDED, QL_KEEP_INPUT, 0, 1);
     c.first = 0;
     CHECK_OK(ql_plan_build(&c, 0, 2, &p));
     int gathers = 0, ahead = 0;
@@ -87,7 +87,7 @@ TEST(ranks_gather_in_the_same_order)
     for (int world = 2; world <= 8; world++)
         for (int g = 1; g <= 9; g++)
             for (int v = 0; v < QL_SCHEDULES * 2; v++) {
-                choose(&c, world, 9, v % QL_SCHEDULES, QL_SHARDED, QL_KEEP_INPUT, 0, v / QL_SCHEDULES);
+                choose(&c, world, 9, v % QL_SCHEDULES, QL_STORE_SHARDED, QL_KEEP_INPUT, 0, v / QL_SCHEDULES);
                 int16_t order[4096];
                 int n0 = -1;
                 for (int rank = 0; rank < world; rank++) {
