@@ -1,0 +1,137 @@
+/* 4-bit weights: bitsandbytes' blockwise NF4, both ways, and the second quantisation of its scales. */
+#include "kernels/cpu/cpu.h"
+
+#include <math.h>
+
+/* ---- dequantise ---------------------------------------------------------------------------------- */
+
+typedef struct {
+    const ql_nf4 *w;
+    float pair[256][2]; /* the two code values of a byte */
+    ql_tensor out;
+} job;
+
+/* The fp32 scale of a block of piece p; two roundings where it is nested. */
+static float scale_of(const ql_nf4 *w, int p, int64_t block)
+{
+    if (!w->block2) return ((const float *)w->absmax[p])[block];
+    float s = w->code2[((const uint8_t *)w->absmax[p])[block]] * w->absmax2[p][block / w->block2];
+    return s + w->offset;
+}
+
+/* Blocks [b0, b1) of piece p: the flat weights are cut into runs inside one row of out. */
+static void piece(const job *j, int p, int64_t b0, int64_t b1)
+{
+    enum { MAX = 4096 };
+    const ql_nf4 *w = j->w;
+    float v[MAX];
+    int64_t total = w->rows * w->cols;
+    for (int64_t b = b0; b < b1; b++) {
+        int64_t e = p * w->part + b * w->block, n = ql_min64(w->block, total - e);
+        const uint8_t *bytes = w->packed[p] + b * w->block / 2;
+        float s = scale_of(w, p, b);
+        for (int64_t i = 0; 2 * i < n; i++) memcpy(v + 2 * i, j->pair[bytes[i]], 2 * sizeof(float));
+        for (int64_t i = 0; i < n; i++) v[i] *= s;
+        ql_cpu_round(v, w->state, n);
+        int64_t row = e / w->cols, col = e % w->cols;
+        for (int64_t i = 0; i < n; row++, col = 0) {
+            int64_t run = ql_min64(n - i, w->cols - col);
+            ql_cpu_store(j->out, row, col, v + i, run);
+            i += run;
+        }
+    }
+}
+
+QL_CPU_OP(nf4_dequant, const ql_tensor *out, const ql_nf4 *w, int n)
+{
+    (void)q;
+    for (int i = 0; i < n; i++) {
+        job j = {.w = &w[i], .out = out[i]};
+        for (int b = 0; b < 256; b++) j.pair[b][0] = w[i].code[b >> 4], j.pair[b][1] = w[i].code[b & 15];
+        int64_t total = w[i].rows * w[i].cols;
+        for (int p = 0; p < w[i].parts && p * w[i].part < total; p++)
+            piece(&j, p, 0, ql_ceil_div(ql_min64(w[i].part, total - p * w[i].part), w[i].block));
+    }
+    return QL_OK;
+}
+
+/* ---- quantise ------------------------------------------------------------------------------------ */
+
+/* The midpoints of neighbouring NF4 codes; a value's code is the number of them below it. */
+static const float nf4_bar[15] = {
+    -0.8480964004993439f,  -0.6106329262256622f, -0.4599952697753906f, -0.33967943489551544f,
+    -0.23460740596055984f, -0.13791173323988914f, -0.045525018125772476f, 0.03979014977812767f,
+    0.1202552504837513f,   0.2035212516784668f,  0.2920137718319893f,  0.3893125355243683f,
+    0.5016634166240692f,   0.6427869200706482f,  0.8614784181118011f};
+
+static float flush(float x)
+{
+    return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x;
+}
+
+/* y = x/absmax with subnormal operands and results taken as zeros, as bitsandbytes' build for GPUs does;
+ * an all-zero block is 0·∞ = NaN there, no comparison holds, and its codes are 0. */
+static void quant_block(uint8_t *packed, float *absmax, const float *x, int64_t n)
+{
+    int code[64] = {0};
+    float a = 0;
+    for (int64_t i = 0; i < n; i++) a = fmaxf(a, fabsf(x[i]));
+    float r = flush(1.0f / flush(a));
+    for (int64_t i = 0; i < n; i++) {
+        float y = flush(flush(x[i]) * r);
+        for (int k = 0; k < 15; k++) code[i] += y > nf4_bar[k];
+    }
+    /* Half a byte is left over: it holds the code of 0. */
+    if (n % 2) code[n] = 7;
+    for (int64_t i = 0; i < n; i += 2) packed[i / 2] = (uint8_t)(code[i] << 4 | code[i + 1]);
+    *absmax = a;
+}
+
+QL_CPU_OP(nf4_quant, ql_tensor packed, ql_tensor absmax, ql_tensor in)
+{
+    (void)q;
+    int64_t total = in.rows * in.cols;
+    in = ql_vec(in.data, in.dtype, total);
+    float x[64];
+    for (int64_t e = 0; e < total; e += 64) {
+        int64_t n = ql_min64(64, total - e);
+        ql_cpu_load(x, in, 0, e, n);
+        quant_block((uint8_t *)packed.data + e / 2, (float *)absmax.data + e / 64, x, n);
+    }
+    return QL_OK;
+}
+
+/* The nearest entry of a sorted table of 256 in [lower, 1]: bitsandbytes' walk, its ties included. */
+uint8_t ql_cpu_nearest(const float *table, float y, float lower)
+{
+    int pivot = 127, upper_pivot = 255, lower_pivot = 0;
+    float upper = 1.0f, v = table[pivot];
+    for (int step = 64; step > 0; step /= 2) {
+        if (y > v) {
+            lower_pivot = pivot, lower = v, pivot += step;
+        } else {
+            upper_pivot = pivot, upper = v, pivot -= step;
+        }
+        v = table[pivot];
+    }
+    if (y > v) return (uint8_t)(y > (upper + v) * 0.5f ? upper_pivot : pivot);
+    return (uint8_t)(y < (lower + v) * 0.5f ? lower_pivot : pivot);
+}
+
+QL_CPU_OP(scale_quant, ql_tensor code, ql_tensor absmax2, ql_tensor absmax, ql_tensor code2, float offset)
+{
+    (void)q;
+    const float *x = absmax.data, *table = code2.data;
+    for (int64_t e = 0; e < absmax.cols; e += 256) {
+        int64_t n = ql_min64(256, absmax.cols - e);
+        float a = 0;
+        for (int64_t i = 0; i < n; i++) a = fmaxf(a, fabsf(x[e + i] - offset));
+        float r = 1.0f / a;
+        for (int64_t i = 0; i < n; i++) {
+            float y = (x[e + i] - offset) * r;
+            ((uint8_t *)code.data)[e + i] = ql_cpu_nearest(table, y, -1.0f);
+        }
+        ((float *)absmax2.data)[e / 256] = a;
+    }
+    return QL_OK;
+}

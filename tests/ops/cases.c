@@ -1,0 +1,94 @@
+/* THE table. m, n, k, pad and how are explained at the case's function. Sizes are odd on purpose. */
+#include "tests/ops/runs.h"
+
+#define C(nm, fn, in, out, ...) {.name = nm, .run = run_##fn, .a = in, .b = out, __VA_ARGS__}
+/* The same case in each dtype, out in the same one. */
+#define EACH(name, fn, ...)                                                                        \
+    C(name, fn, QL_F32, QL_F32, __VA_ARGS__), C(name, fn, QL_F16, QL_F16, __VA_ARGS__),            \
+        C(name, fn, QL_BF16, QL_BF16, __VA_ARGS__)
+/* And in every pair of dtypes. */
+#define PAIRS(name, fn, ...)                                                                       \
+    EACH(name, fn, __VA_ARGS__), C(name, fn, QL_F32, QL_F16, __VA_ARGS__),                         \
+        C(name, fn, QL_F32, QL_BF16, __VA_ARGS__), C(name, fn, QL_F16, QL_F32, __VA_ARGS__),       \
+        C(name, fn, QL_BF16, QL_F32, __VA_ARGS__), C(name, fn, QL_F16, QL_BF16, __VA_ARGS__),      \
+        C(name, fn, QL_BF16, QL_F16, __VA_ARGS__)
+/* Matmul: each dtype, and 16-bit operands with an fp32 result. */
+#define MATMUL(...)                                                                                \
+    EACH("matmul", matmul, __VA_ARGS__), C("matmul", matmul, QL_F16, QL_F32, __VA_ARGS__),         \
+        C("matmul", matmul, QL_BF16, QL_F32, __VA_ARGS__)
+#define CPU_BENCH .bench = 1
+#define GPU_BENCH .bench = 2
+
+const op_case op_cases[] = {
+    PAIRS("convert", convert, 5, 37, 0, 0, 0),
+    PAIRS("convert", convert, 3, 2050, 0, 3, 0),
+    EACH("convert", convert, 1, 1, 0, 0, 0),
+    EACH("fill", fill, 7, 33, 0, 5, 0),
+    C("add", add, QL_F32, QL_F32, 3, 1031, 0, 0, 0),
+    C("add", add, QL_F32, QL_F32, 3, 1031, 0, 7, 1),
+    C("add", add, QL_F32, QL_F32, 3, 1031, 0, 7, 2),
+    C("add", add, QL_F32, QL_F32, 1, 4096, 0, 0, 3),
+    PAIRS("gather_rows", gather, 9, 67, 13, 3, 0),
+    EACH("gather_rows", gather, 1, 128, 1, 0, 0),
+    PAIRS("scatter_rows", scatter, 9, 67, 13, 3, 0),
+    EACH("check_finite", finite, 5, 131, 0, 3, 0),
+    EACH("check_finite", finite, 5, 131, 0, 3, 1),
+    EACH("check_finite", finite, 5, 131, 0, 3, 2),
+    EACH("check_finite", finite, 5, 131, 0, 3, 3),
+
+    /* trans 0 NN, 1 NT, 2 TN; +4 c, +8 c is out, +16 bias, +32 alpha */
+    MATMUL(7, 9, 33, 0, 0),
+    MATMUL(7, 9, 33, 0, 1),
+    MATMUL(7, 9, 33, 0, 2),
+    MATMUL(65, 130, 127, 8, 1),
+    MATMUL(65, 130, 127, 3, 1 + 4 + 16),
+    MATMUL(66, 40, 129, 3, 0 + 8 + 32),
+    MATMUL(40, 66, 129, 8, 2 + 8),
+    MATMUL(1, 256, 144, 0, 1 + 16 + 32),
+    MATMUL(256, 1, 144, 0, 1),
+    MATMUL(1, 1, 1, 0, 0 + 4),
+    MATMUL(1030, 33, 80, 0, 1 + 4),
+
+    EACH("rmsnorm", rmsnorm, 5, 128, 1, 0, 0),
+    PAIRS("rmsnorm", rmsnorm, 3, 67, 2, 5, 0),
+    EACH("rmsnorm", rmsnorm, 3, 64, 4, 8, 1),
+    EACH("rmsnorm", rmsnorm, 2, 2049, 1, 0, 0),
+    EACH("rmsnorm_dx", rmsnorm_dx, 5, 128, 1, 0, 0),
+    PAIRS("rmsnorm_dx", rmsnorm_dx, 3, 67, 2, 5, 1),
+    EACH("rmsnorm_dx", rmsnorm_dx, 3, 64, 3, 8, 2),
+    EACH("rmsnorm_dx", rmsnorm_dx, 3, 2049, 1, 0, 3),
+    EACH("rope", rope, 9, 16, 3, 0, 0),
+    EACH("rope", rope, 33, 128, 2, 8, 1),
+    EACH("rope", rope, 5, 6, 1, 5, 0),
+    PAIRS("swiglu", swiglu, 5, 67, 0, 3, 0),
+    EACH("swiglu", swiglu, 3, 1032, 0, 8, 0),
+    PAIRS("swiglu_dx", swiglu_dx, 5, 67, 0, 3, 0),
+    EACH("swiglu_dx", swiglu_dx, 5, 67, 0, 3, 1),
+    EACH("swiglu_dx", swiglu_dx, 5, 67, 0, 3, 2),
+    EACH("swiglu_dx", swiglu_dx, 3, 1032, 0, 0, 1 + 4),
+    EACH("dropout", dropout, 7, 67, 10, 3, 0),
+    EACH("dropout", dropout, 7, 1030, 3, 0, 2),
+    EACH("dropout", dropout, 7, 64, 0, 0, 0),
+    EACH("dropout_add", dropout, 7, 67, 10, 3, 1),
+
+    /* Benches: the bundled model's sizes on a CPU (T 1024, C 128, F 352), Llama 3.1 8B's on a GPU (T 2048). */
+    EACH("matmul", matmul, 1024, 512, 144, 0, 1, CPU_BENCH),
+    EACH("matmul", matmul, 1024, 128, 368, 0, 0, CPU_BENCH),
+    EACH("rmsnorm", rmsnorm, 1024, 128, 1, 0, 0, CPU_BENCH),
+    EACH("rmsnorm_dx", rmsnorm_dx, 1024, 128, 1, 0, 1, CPU_BENCH),
+    EACH("rope", rope, 1024, 32, 6, 0, 0, CPU_BENCH),
+    EACH("swiglu", swiglu, 1024, 352, 0, 0, 0, CPU_BENCH),
+    EACH("swiglu_dx", swiglu_dx, 1024, 352, 0, 0, 0, CPU_BENCH),
+    EACH("dropout", dropout, 1024, 128, 10, 0, 0, CPU_BENCH),
+
+    EACH("matmul", matmul, 2048, 28672, 4112, 0, 1, GPU_BENCH),
+    EACH("matmul", matmul, 2048, 4096, 14352, 0, 1, GPU_BENCH),
+    EACH("matmul", matmul, 2048, 4096, 28672, 0, 0, GPU_BENCH),
+    EACH("rmsnorm", rmsnorm, 2048, 4096, 1, 0, 0, GPU_BENCH),
+    EACH("rmsnorm_dx", rmsnorm_dx, 2048, 4096, 1, 0, 1, GPU_BENCH),
+    EACH("rope", rope, 2048, 128, 40, 0, 0, GPU_BENCH),
+    EACH("swiglu", swiglu, 2048, 14336, 0, 0, 0, GPU_BENCH),
+    EACH("swiglu_dx", swiglu_dx, 2048, 14336, 0, 0, 0, GPU_BENCH),
+    EACH("dropout", dropout, 2048, 4096, 10, 0, 0, GPU_BENCH),
+};
+const int op_case_count = (int)(sizeof op_cases / sizeof *op_cases);

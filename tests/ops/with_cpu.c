@@ -1,0 +1,12 @@
+#include "tests/ops/ops.h"
+
+#include <string.h>
+
+const char *const test_default = "cpu";
+
+ql_status test_backend(const char *name, const ql_backend **out)
+{
+    if (strcmp(name, "cuda") == 0) return ql_backend_cuda(NULL, out);
+    *out = ql_backend_cpu();
+    return QL_OK;
+}
