@@ -40,6 +40,7 @@ typedef struct {
     ql_pattern *ranks, *alphas; /* rank_pattern, alpha_pattern, in the order given */
     int rank_count, alpha_count;
     char *base; /* base_model_name_or_path; may be NULL */
+    bool saved; /* read from an adapter's folder: names that match nothing are let pass, as PEFT does */
 } ql_lora_config;
 
 /* From an object with PEFT's keys: adapter_config.json, or the settings of a job. Absent keys have
