@@ -1,0 +1,47 @@
+# kernel: the Jupyter kernel, for the Python that $(PYTHON) is. Needs xeus 2.4 (Debian 12); elsewhere it is left out
+# and the same notebooks run on the stock kernel with %load_ext qlora.
+#   make install [PYTHON=…] [JUPYTER_DATA_DIR=…]   make uninstall [PYTHON=…]
+# Both take an active virtual environment where PYTHON is not given.
+ifneq ($(filter install uninstall,$(MAKECMDGOALS)),)
+ifeq ($(origin PYTHON)$(if $(VIRTUAL_ENV),.),file.)
+PYTHON := $(VIRTUAL_ENV)/bin/python
+endif
+endif
+
+KERNEL_WHY := $(PYTHON) does not run
+$(shell mkdir -p $(BUILD)/kernel; '$(PYTHON)' kernel/spec.py make > $(BUILD)/kernel/python.mk)
+include $(BUILD)/kernel/python.mk
+
+ifeq ($(KERNEL_WHY),)
+KERNEL_DIR := $(BUILD)/kernel/$(KERNEL_TAG)
+KERNEL     := $(KERNEL_DIR)/qlora-kernel
+PROGRAMS   += $(KERNEL) kernelspec
+
+KERNEL_DEFS := -DGUID_LIBUUID -DQLORA_PYTHON='"$(PYTHON)"' \
+               -DQLORA_VERSION='$(shell sed -n 's/^.define QL_VERSION  *//p' core/qlora.h)'
+
+$(KERNEL_DIR)/host.inc: kernel/host.py
+	@mkdir -p $(@D)
+	{ printf 'R"~~~('; cat $<; printf ')~~~"\n'; } > $@
+
+$(KERNEL_DIR)/xkernel.o: kernel/xkernel.cpp $(KERNEL_DIR)/host.inc
+	$(CXX) $(CPPFLAGS) -I$(KERNEL_DIR) $(KERNEL_CFLAGS) $(KERNEL_DEFS) $(CXXFLAGS) -O1 -c $< -o $@
+
+$(KERNEL): $(KERNEL_DIR)/xkernel.o
+	$(CXX) $(LDFLAGS) $< -o $@ -lxeus -lzmq $(KERNEL_LIBS) -lpthread
+
+# For the tests, the demo and `JUPYTER_PATH=build/jupyter jupyter lab`: a spec that points into the build folder.
+kernelspec: $(KERNEL)
+	@'$(PYTHON)' kernel/spec.py write $(BUILD)/jupyter/kernels/qlora $(KERNEL) $(BUILD)
+
+install: all
+	@'$(PYTHON)' kernel/spec.py install $(KERNEL) $(BUILD)
+else
+install: all
+	@echo "qlora: the kernel is not installed: $(KERNEL_WHY)"; exit 1
+endif
+
+uninstall:
+	@'$(PYTHON)' kernel/spec.py uninstall
+
+.PHONY: kernelspec install uninstall

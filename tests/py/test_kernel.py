@@ -1,0 +1,343 @@
+"""The native kernel over the real protocol, and beside the stock one."""
+import json, os, re, signal, subprocess, sys, threading, time
+from pathlib import Path
+
+import jupyter_kernel_test
+import nbclient, nbformat
+import pytest
+
+from kernels import Kernel, build, hosts, kinds, native, root, running, scratch, text, wait_for, why_not
+
+only_native = pytest.mark.skipif(not native, reason=why_not)
+
+
+@only_native
+class TestProtocol(jupyter_kernel_test.KernelTests):
+    kernel_name = "qlora"
+    language_name = "python"
+    file_extension = ".py"
+    code_hello_world = "print('hello, world')"
+    code_stderr = "import sys; print('oops', file=sys.stderr)"
+    code_page_something = "len?"
+    code_generate_error = "1 / 0"
+    code_clear_output = "from IPython.display import clear_output; clear_output()"
+    code_inspect_sample = "len"
+    code_execute_result = [{"code": "6 * 7", "result": "42"}, {"code": "'a' 'b'", "result": "'ab'"}]
+    code_display_data = [
+        {"code": "from IPython.display import HTML, display; display(HTML('<b>x</b>'))", "mime": "text/html"},
+        {"code": "from IPython.display import Math; display(Math('x^2'))", "mime": "text/latex"}]
+    completion_samples = [{"text": "zi", "matches": {"zip"}}, {"text": "import tokeni", "matches": {"tokenize"}}]
+    complete_code_samples = ["1", "def f(x):\n    return x\n", "%lsmagic", "await f()"]
+    incomplete_code_samples = ["def f(x):", "print(", "'''"]
+    invalid_code_samples = ["a b c", "import = 7q"]
+    supported_history_operations = ("tail", "range", "search")
+    code_history_pattern = "6*7"
+
+
+@pytest.fixture(scope="module", params=hosts)
+def kernel(request):
+    with running(request.param) as k:
+        k.name = request.param
+        yield k
+
+
+def result(shown):
+    return [m["content"]["data"]["text/plain"] for m in shown if m["msg_type"] == "execute_result"]
+
+
+def test_interrupt(kernel):
+    """A loop, a sleep, a child process, a lock, an await, input(): each ends in KeyboardInterrupt, the kernel lives."""
+    for code in ("while True: pass", "import time; time.sleep(60)", "import subprocess; subprocess.run(['sleep', '60'])",
+                 "import threading; threading.Event().wait(60)", "import asyncio; await asyncio.sleep(60)",
+                 "input('name? ')"):
+        if kernel.name == "python3" and "asyncio" in code:
+            continue   # ipykernel 7.4 goes on waiting
+        request = kernel.send("print('on', flush=True)\n" + code, allow_stdin=True)
+        assert wait_for(lambda: kernel.client.get_iopub_msg(timeout=5)["msg_type"] == "stream")
+        time.sleep(0.1)
+        start = time.monotonic()
+        kernel.interrupt()
+        reply, shown = kernel.collect(request, 10)
+        assert time.monotonic() - start < 1, code
+        assert (reply["status"], reply["ename"]) == ("error", "KeyboardInterrupt"), code
+        assert "error" in kinds(shown)
+        if "input" in code:
+            assert kernel.client.get_stdin_msg(timeout=5)["content"]["prompt"] == "name? "
+        reply, shown = kernel.run("6 * 7")
+        assert reply["status"] == "ok" and result(shown) == ["42"], code
+
+
+@only_native
+def test_a_stopped_coroutine_stays_stopped():
+    with running("qlora") as k:
+        request = k.send("import asyncio\nticks = []\nasync def tick():\n    while True:\n        ticks.append(1)\n"
+                         "        await asyncio.sleep(.01)\nawait tick()")
+        time.sleep(0.3)
+        k.interrupt()
+        assert k.collect(request)[0]["ename"] == "KeyboardInterrupt"
+        assert result(k.run("n = len(ticks)\nawait asyncio.sleep(.1)\nn > 5, len(ticks) - n")[1]) == ["(True, 0)"]
+
+
+def test_input(kernel):
+    def asked(code, answer):
+        request = kernel.send(code, allow_stdin=True)
+        question = kernel.client.get_stdin_msg(timeout=10)
+        kernel.client.input(answer)
+        return question["content"], kernel.collect(request)
+    question, (reply, shown) = asked("x = input('name? ')\nprint(x)", "Gräfin 🦙")
+    assert (question["prompt"], question["password"]) == ("name? ", False)
+    assert text(shown) == "Gräfin 🦙\n"
+    question, (reply, shown) = asked("import getpass\np = getpass.getpass('key: ')\nlen(p)", "hunter2")
+    assert (question["prompt"], question["password"], result(shown)) == ("key: ", True, ["7"])
+    reply, shown = kernel.run("input()", allow_stdin=False)
+    assert reply["ename"] == "StdinNotImplementedError"
+
+
+def test_queue_is_aborted_after_an_error(kernel):
+    """Three cells at once, the first fails: error, aborted, aborted, each with busy and idle; a question between them is answered."""
+    sent = [kernel.send("import time; time.sleep(.3); 1/0", stop_on_error=True)]
+    sent += [kernel.send("print('must not run')", stop_on_error=True) for _ in range(2)]
+    asked = kernel.client.kernel_info()
+    states, replies, end = {}, {}, time.monotonic() + 10
+    while time.monotonic() < end and (len(replies) < 4 or any(states.get(s, [])[-1:] != ["idle"] for s in sent + [asked])):
+        for get, keep in ((kernel.client.get_iopub_msg, states), (kernel.client.get_shell_msg, replies)):
+            try:
+                m = get(timeout=0.05)
+            except Exception:
+                continue
+            parent = m["parent_header"].get("msg_id")
+            if keep is replies:
+                replies[parent] = m["content"]["status"]
+            elif m["msg_type"] == "status":
+                states.setdefault(parent, []).append(m["content"]["execution_state"])
+            else:
+                assert "must not run" not in str(m["content"]) or m["msg_type"] == "execute_input"
+    assert [replies[s] for s in sent] == ["error", "aborted", "aborted"]
+    assert replies[asked] == "ok"
+    assert all(states[s] == ["busy", "idle"] for s in sent + [asked]), states
+    assert kernel.run("1 + 1")[0]["status"] == "ok"
+
+
+def test_many_prints_end_in_idle(kernel):
+    reply, shown = kernel.run("for i in range(20000): print(i)", 60)
+    assert reply["status"] == "ok"
+    assert text(shown) == "".join(f"{i}\n" for i in range(20000))
+
+
+@only_native
+def test_many_displays_end_in_idle():
+    with running("qlora") as k:
+        reply, shown = k.run("for i in range(3000): display(i)", 60)
+        assert reply["status"] == "ok" and sum(m["msg_type"] == "display_data" for m in shown) == 3000
+
+
+def test_output_comes_while_the_cell_runs(kernel):
+    seen = []
+    start = time.monotonic()
+    kernel.run("import time\nprint('a')\ntime.sleep(1.2)\nprint('b')",
+               on_message=lambda m: m["msg_type"] == "stream" and seen.append(time.monotonic() - start))
+    assert seen[0] < 0.7 and seen[-1] > 1.1
+
+
+def test_counts_and_history(kernel):
+    _, shown = kernel.run("1")
+    first = next(m for m in shown if m["msg_type"] == "execute_input")["content"]["execution_count"]
+    reply, shown = kernel.run("2", store_history=False)
+    assert next(m for m in shown if m["msg_type"] == "execute_input")["content"]["execution_count"] == first + 1
+    reply, shown = kernel.run("3")
+    assert reply["execution_count"] == first + 1
+    assert next(m for m in shown if m["msg_type"] == "execute_result")["content"]["execution_count"] == first + 1
+    reply, shown = kernel.run("hidden = 5; print('silent')", silent=True)
+    assert kinds(shown) in ([], ["stdout"])
+    reply, _ = kernel.run("4", user_expressions={"good": "hidden", "bad": "1/0"})
+    assert reply["execution_count"] == first + 2
+    assert reply["user_expressions"]["good"]["data"]["text/plain"] == "5"
+    assert reply["user_expressions"]["bad"]["ename"] == "ZeroDivisionError"
+
+
+# What a cell shows must not depend on the host.
+CELLS = [
+    "print('a'); import sys; print('b', file=sys.stderr); print('c')",
+    "x = 1\nx + 1",
+    "x + 1;",
+    "1/0",
+    "raise SystemExit",
+    "def f(:",
+    "%nosuchmagic",
+    "%%timeit -n1 -r1\npass",
+    "!echo from a shell",
+    "files = !echo one two\nfiles",
+    "import subprocess, time; _ = subprocess.run(['echo', 'from a child']); time.sleep(.3)",
+    "import os, time; os.write(1, 'from fd 1: é\\n'.encode()); time.sleep(.3)",
+    "from IPython.display import HTML, display, clear_output\nh = display(HTML('<b>1</b>'), display_id='d')\nh.update(HTML('<b>2</b>'))",
+    "clear_output(wait=True); print('after')",
+    "class A:\n    def _repr_mimebundle_(self, **k): return {'text/plain': 'A', 'application/x-a+json': {'n': None, 'k': [1]}}\nA()",
+    "get_ipython().set_next_input('next')",
+    "len?",
+    "%matplotlib inline\nimport matplotlib.pyplot as plt\nplt.plot([1, 3, 2]);",
+    "fig, ax = plt.subplots(); ax.plot([1, 2]); fig",
+    "import asyncio\nawait asyncio.sleep(.01, 'slept')",
+    "print('\\udc80')",
+    "import multiprocessing as mp\ndef f(i): print('child', i, flush=True); return i\n"
+    "with mp.get_context('fork').Pool(1) as p: print(p.map(f, [1]))",
+    "import threading\nt = threading.Thread(target=lambda: print('thread')); t.start(); t.join()",
+    "import pathlib, json; json.dumps({'a': [1, None]})",
+    "%who_ls str",
+    "assert x == 2, f'x is {x}'",
+    "get_ipython().run_cell_magic('capture', 'out', 'print(9)'); out.stdout",
+    "try:\n    print('\\rbar 10%', end=''); print('\\rbar 20%')\nfinally: pass",
+]
+
+
+def plain(s):
+    s = re.sub(r"\x1b\[[0-9;]*m", "", s)
+    s = re.sub(r"<?ipython-input-\d+-\w+>?|\d+\.py(?=, line)|/tmp/ipykernel_\d+/\d+\.py|Cell In\s?\[\d+\]|0x[0-9a-f]+", "CELL", s)
+    s = re.sub(r"[\d.]+ (ns|µs|μs|us|ms|s) ± [\d.]+ (ns|µs|μs|us|ms|s)", "TIME", s)
+    return s.replace("\r\n", "\n").replace("\ufffd", "?")
+
+
+def story(name):
+    told = []
+    with running(name) as k:
+        for code in CELLS:
+            reply, shown = k.run(code)
+            what = [reply["status"], reply.get("ename"), [p.get("source") for p in reply.get("payload", [])]]
+            for kind in dict.fromkeys(kinds(shown)):
+                if kind in ("stdout", "stderr"):
+                    what.append((kind, plain(text(shown, kind))))
+                else:
+                    for m in (m for m in shown if m["msg_type"] == kind):
+                        c = {k: v for k, v in m["content"].items() if k not in ("execution_count", "traceback")}
+                        if "image/png" in c.get("data", {}):
+                            c["data"] = sorted(c["data"])
+                        what.append((kind, plain(json.dumps(c, sort_keys=True))))
+            told.append((code, what))
+    return told
+
+
+@only_native
+def test_both_hosts_show_the_same():
+    for mine, theirs in zip(story("qlora"), story("python3")):
+        assert mine == theirs
+
+
+@only_native
+def test_nan_is_sent_as_null():
+    with running("qlora") as k:
+        _, shown = k.run("display({'application/x-a+json': {'n': float('nan'), 'm': [float('inf')]}}, raw=True)")
+        assert shown[-1]["content"]["data"]["application/x-a+json"] == {"n": None, "m": [None]}
+
+
+@only_native
+def test_idle_signals_do_not_kill():
+    with running("qlora") as k:
+        for s in (signal.SIGINT, signal.SIGUSR1, signal.SIGWINCH):
+            if s == signal.SIGUSR1:
+                k.run("import signal; signal.signal(signal.SIGUSR1, lambda *a: None)")
+            for _ in range(20):
+                os.kill(k.pid, s)
+                time.sleep(0.01)
+        k.interrupt()
+        reply, shown = k.run("import time; time.sleep(.2); 'alive'")
+        assert result(shown) == ["'alive'"]
+        k.run("signal.setitimer(signal.ITIMER_REAL, .05, .05); signal.signal(signal.SIGALRM, lambda *a: n.append(1)); n = []")
+        time.sleep(0.5)
+        _, shown = k.run("import time; time.sleep(.3); signal.setitimer(signal.ITIMER_REAL, 0); len(n) > 3")
+        assert result(shown) == ["True"]
+
+
+@only_native
+def test_exit_restart_shutdown():
+    with running("qlora") as k:
+        reply, _ = k.run("import atexit; atexit.register(lambda: open(%r, 'w').write('x'))" % (scratch.name + "/left"))
+        reply, _ = k.run("exit()")
+        assert reply["payload"][0] == {"source": "ask_exit", "keepkernel": False}
+        assert wait_for(lambda: not k.alive(), 5)
+        assert Path(scratch.name, "left").exists()
+    k = Kernel("qlora")
+    k.send("while True: pass")
+    time.sleep(0.3)
+    start = time.monotonic()
+    k.manager.restart_kernel()
+    k.client.wait_for_ready(timeout=30)
+    assert result(k.run("1 + 1")[1]) == ["2"]
+    k.send("import time; time.sleep(100)")
+    time.sleep(0.3)
+    start = time.monotonic()
+    k.manager.shutdown_kernel()
+    assert time.monotonic() - start < 2
+    k.client.stop_channels()
+
+
+@only_native
+def test_killed_front_end_leaves_no_kernel():
+    code = ("import sys, time; sys.path.insert(0, %r); from kernels import *\n"
+            "k = Kernel('qlora'); print(k.pid, flush=True); time.sleep(100)" % str(Path(__file__).parent))
+    front = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(front.stdout.readline())
+    front.kill()
+    front.wait()
+
+    def gone():
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        except OSError:
+            return True
+    assert wait_for(gone, 5)
+
+
+def test_notebook_run(tmp_path):
+    """nbclient: an endless cell is interrupted and the rest goes on; the last state of an updated output is kept."""
+    for name in hosts:
+        nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in (
+            "print('start')\nwhile True: pass", "h = display('first', display_id='x')", "h.update('last')",
+            "import matplotlib.pyplot as plt\nplt.plot([1, 2]);", "1/0", "'end'")])
+        nbclient.NotebookClient(nb, timeout=2, kernel_name=name, interrupt_on_timeout=True, allow_errors=True).execute()
+        out = [c.outputs for c in nb.cells]
+        assert out[0][-1].ename == "KeyboardInterrupt"
+        assert out[1][0].data["text/plain"] == "'last'"
+        assert "image/png" in out[3][0].data
+        assert out[4][0].ename == "ZeroDivisionError"
+        assert out[5][0].data["text/plain"] == "'end'"
+        nbformat.validate(nb)
+
+
+@only_native
+def test_ready_in_under_a_second():
+    """From the start of the process to the answer of its first request, median of 5."""
+    times = []
+    for _ in range(5):
+        start = time.monotonic()
+        k = Kernel("qlora")
+        times.append(time.monotonic() - start)
+        k.close()
+    assert sorted(times)[2] < 1.0 * float(os.environ.get("QLORA_TEST_SLOW", 1)), times
+
+
+@only_native
+def test_install_into_a_virtual_environment(tmp_path):
+    """make install with an environment's Python: named after it, with its packages; make uninstall takes it away."""
+    env = tmp_path / "my env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", env], check=True)
+    site = next((env / "lib").glob("python*/site-packages"))
+    ours = next((build / "venv/lib").glob("python*/site-packages"))
+    (site / "tests.pth").write_text(str(ours))
+    (site / "only_here.py").write_text("where = 'in the environment'\n")
+    data = tmp_path / "data"
+    tools = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "PYTHON")}
+    make = ["make", "-s", f"BUILD={build}", f"PYTHON={env}/bin/python"]
+    out = subprocess.run(make + ["install"], cwd=root, env=dict(tools, JUPYTER_DATA_DIR=str(data)), capture_output=True, text=True)
+    assert out.returncode == 0, out.stdout + out.stderr
+    spec = data / "kernels/qlora-my-env"
+    assert {f.name for f in spec.iterdir()} >= {"kernel.json", "qlora-kernel", "logo-32x32.png", "logo-64x64.png", "logo-svg.svg"}
+    assert json.loads((spec / "kernel.json").read_text())["display_name"] == "QLoRA (Python, my env)"
+    old = os.environ["JUPYTER_PATH"]
+    os.environ["JUPYTER_PATH"] = str(data)
+    try:
+        with running("qlora-my-env") as k:
+            assert result(k.run("import only_here; only_here.where")[1]) == ["'in the environment'"]
+            assert str(env) in result(k.run("import sys; sys.executable")[1])[0]
+    finally:
+        os.environ["JUPYTER_PATH"] = old
+    out = subprocess.run(make + ["uninstall"], cwd=root, env=dict(tools, JUPYTER_DATA_DIR=str(data)), capture_output=True, text=True)
+    assert out.returncode == 0 and not spec.exists(), out.stdout + out.stderr
