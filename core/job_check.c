@@ -1,5 +1,6 @@
 /* Conflicts between settings: each is fine alone. */
 #include "core/job.h"
+#include "core/schedule.h"
 
 #include <math.h>
 #include <string.h>
@@ -134,10 +135,12 @@ static ql_status check_devices(const ql_job *job)
 
 ql_status ql_job_check(const ql_job *job)
 {
+    ql_lr lr;
     QL_TRY(check_dtype(job));
     QL_TRY(check_lora(job));
     QL_TRY(check_data(job));
     QL_TRY(check_records(job));
     QL_TRY(check_memory(job));
+    QL_TRY(ql_lr_init(ql_job_str(job, "lr_scheduler_type"), ql_job_get(job, "lr_scheduler_kwargs"), ql_job_float(job, "learning_rate"), &lr));
     return check_devices(job);
 }

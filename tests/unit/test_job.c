@@ -289,6 +289,8 @@ TEST(conflicts)
         {"{\"breadth\":true,\"pipeline\":\"1f1b\"}", "two schedules"},
         {"{\"use_cpu\":true,\"devices\":\"cuda:0\"}", "disagree"},
         {"{\"use_cpu\":true,\"devices\":\"cpu:2\"}", NULL},
+        {"{\"lr_scheduler_type\":\"cosine_with_min_lr\"}", "one of min_lr and min_lr_rate"},
+        {"{\"lr_scheduler_kwargs\":{\"num_cycles\":2}}", "linear has no 'num_cycles'"},
         {"{\"assistant_only_loss\":true,\"train_on_responses\":true}", "keep one"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
