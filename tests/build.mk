@@ -24,4 +24,20 @@ unit: setup-system $(UNIT)
 test: setup-python all $(UNIT)
 	@BUILD=$(BUILD) tests/run $(UNIT) $(wildcard tests/py)
 
-.PHONY: unit test
+# Live transformers, peft and bitsandbytes against the engine. They have their own environment (torch's CPU build
+# is enough); HF_VENV=/path takes one that is there, installed from tests/hf/requirements.txt.
+HF_VENV ?=
+hf-venv: setup-system
+	@[ -n "$(HF_VENV)" ] || PYTHON=$(PYTHON) .ci/setup python $(BUILD)/venv-hf tests/hf/requirements.txt
+
+test-hf: hf-venv all
+	@BUILD=$(BUILD) VENV=$(or $(HF_VENV),$(BUILD)/venv-hf) tests/run tests/hf
+
+# The checked-in fixtures and the tiny model, made anew (ten minutes; README there).
+golden: hf-venv
+	$(or $(HF_VENV),$(BUILD)/venv-hf)/bin/python tests/golden/make.py
+	$(or $(HF_VENV),$(BUILD)/venv-hf)/bin/python tests/golden/make_randperm.py
+tiny: hf-venv
+	$(or $(HF_VENV),$(BUILD)/venv-hf)/bin/python notebooks/tiny/make.py
+
+.PHONY: unit test hf-venv test-hf golden tiny

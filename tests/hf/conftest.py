@@ -19,6 +19,10 @@ torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 
 
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "ignore")  # the libraries' own deprecations
+
+
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=int.from_bytes(os.urandom(3), "little"),
                      help="of the random models; drawn anew each time, and printed")
