@@ -43,8 +43,13 @@ setup-system:
 setup-python: setup-system
 	@PYTHON=$(PYTHON) .ci/setup python $(BUILD)/venv
 
+# What was found on this machine, and what is missing, why, and how to get it.
+info:
+	@CC='$(CC)' CXX='$(CXX)' PYTHON='$(PYTHON)' BUILD='$(BUILD)' NVCC='$(NVCC)' CUDA='$(CUDA)' KERNEL_WHY='$(KERNEL_WHY)' \
+	    .ci/info
+
 clean:
 	rm -rf $(BUILD)
 
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
-.PHONY: all setup-system setup-python clean
+.PHONY: all info setup-system setup-python clean
