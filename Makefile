@@ -9,7 +9,7 @@ OPT    ?= -O3 -g
 # Runs on any x86-64 of the last ten years (AVX2 + FMA + F16C); make ARCH= for anything else.
 ARCH   ?= $(if $(filter x86_64,$(shell uname -m)),-march=haswell)
 WARN   := -Wall -Wextra -Wpedantic -Wshadow -Wconversion $(if $(WERROR),-Werror)
-CFLAGS   += -std=c11 $(OPT) $(ARCH) -fPIC -ffp-contract=off -fno-math-errno $(WARN) -D_GNU_SOURCE
+CFLAGS   += -std=c11 $(OPT) $(ARCH) -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math $(WARN) -D_GNU_SOURCE
 CXXFLAGS += -std=c++17 $(OPT) -fPIC -Wall -Wextra $(if $(WERROR),-Werror)
 CPPFLAGS += -I. -MMD -MP
 LDLIBS   += -ljansson -lpcre2-8 -lcurl -lopenblas -lpthread -ldl -lm
