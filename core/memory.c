@@ -176,7 +176,7 @@ static ql_status take_f32(ql_arena *a, ql_cat cat, int64_t n, float **out)
 
 static ql_status carve_states(ql_mem *m, ql_arena *a)
 {
-    int64_t n = m->spec->state_host ? 2 * m->window : m->shard;
+    int64_t n = m->spec->state_host ? m->window : m->shard;
     if (m->spec->state == QL_ADAM_F32) {
         QL_TRY(take_f32(a, QL_CAT_OPTIM, n, &m->m));
         return take_f32(a, QL_CAT_OPTIM, n, &m->v);

@@ -11,8 +11,8 @@
 typedef struct {
     volatile int64_t beat;     /* actions done: progress, for deadlines */
     volatile int step;         /* optimizer step at work, from 1 */
-    volatile int action;       /* index in the plan: stopping ranks agree on one */
-    volatile int at_stop;      /* 1: this rank has seen the stop and says where it is */
+    volatile int action;       /* collectives issued: stopping ranks agree on a number */
+    volatile int at_stop;      /* 1: this rank has seen the stop and said where it is */
     int64_t bytes[QL_CATS];
     ql_dev_memory mem;
     char name[96];
@@ -40,6 +40,8 @@ typedef struct {
     void *ctx;
 } ql_rank_setup;
 
+enum { QL_AHEAD = 4 }; /* layers that the host runs ahead of the device */
+
 typedef struct ql_rank {
     ql_rank_setup set;
     const ql_spec *spec;
@@ -50,17 +52,15 @@ typedef struct ql_rank {
     ql_mem *mem;
     ql_arena arena;
     ql_event *slot_full[QL_GATHER_SLOTS], *slot_free[QL_GATHER_SLOTS];
-    ql_event *saved[2], *staged, *ready, *pace[2];
+    ql_event *saved[2], *staged, *ready, *pace[QL_AHEAD];
     char *host_h;                              /* saved activations, pinned */
     char *host_state;                          /* offloaded optimizer states, pinned */
     int64_t host_h_bytes, host_state_bytes;
     int64_t version;                           /* of the adapters */
     int stack;                                 /* gradient buffers in use */
     ql_batch batch;
+    ql_optim optim;
     ql_micro *micro;                           /* (flights) */
-    int32_t *order;                            /* scratch of the loader */
-    ql_event **layer_done;
-    int64_t loaded;                            /* layers on the device */
 } ql_rank;
 
 ql_status ql_rank_open(const ql_rank_setup *set, const ql_spec *spec, ql_rank **out);
@@ -95,8 +95,6 @@ int64_t ql_step_tokens(const ql_step_data *d);
 ql_status ql_rank_step(ql_rank *r, const ql_plan *p, const ql_step_data *d, ql_step_result *out);
 /* Forward and loss of the plan's micro-batches; losses[mb] gets Σ nll of those this rank has (all ranks' after it). */
 ql_status ql_rank_forward(ql_rank *r, const ql_plan *p, const ql_step_data *d, float *losses);
-/* Runs every kernel once at the shapes to come, so that nothing is set up inside a step. */
-ql_status ql_rank_warm(ql_rank *r, const ql_plan *p, const ql_step_data *d);
 ql_status ql_rank_measure(ql_rank *r);
 
 /* exec.c, shared with generate.c */

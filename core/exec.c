@@ -1,0 +1,425 @@
+/* Runs plans: one switch over actions. The host issues work and runs ahead of the device by two actions of a layer at most, so that
+ * a stop takes effect soon. */
+#include "core/rank.h"
+
+#include <limits.h>
+#include <string.h>
+#include <unistd.h>
+
+static const ql_dev_table *dev_of(const ql_rank *r)
+{
+    return r->set.be->dev;
+}
+
+/* The host waits for an event, in naps: the device is busy for milliseconds, and two cores may serve four ranks. */
+static ql_status await(const ql_rank *r, ql_event *e)
+{
+    for (int done = 0;;) {
+        QL_TRY(dev_of(r)->done(e, &done));
+        if (done) return QL_OK;
+        usleep(20);
+    }
+}
+
+/* ---- micro-batches ---------------------------------------------------------------------------- */
+
+static void stage_rows(const ql_rank *r, char *to, const ql_batch *b)
+{
+    const ql_param *e = &r->spec->model->embed;
+    size_t row = (size_t)e->cols * ql_dtype_size(e->dtype);
+    for (int64_t t = 0; t < b->T; t++) {
+        int64_t id = b->ids[t] >= 0 && b->ids[t] < e->rows ? b->ids[t] : 0;
+        memcpy(to + (size_t)t * row, (const char *)e->data + (size_t)id * row, row);
+    }
+}
+
+/* Rows that have a target, and those targets, padded with −1 and −100 to a multiple of 64, at least 64. */
+static int64_t stage_targets(const ql_batch *b, int32_t *index, int32_t *target)
+{
+    int64_t n = 0;
+    for (int64_t t = 0; t < b->T; t++) {
+        if (b->target[t] == -100) continue;
+        index[n] = (int32_t)t;
+        target[n++] = b->target[t];
+    }
+    int64_t end = ql_max64(64, ql_round_up(n, 64));
+    for (int64_t i = n; i < end; i++) index[i] = -1, target[i] = -100;
+    return end;
+}
+
+static ql_status batch_fits(const ql_rank *r, const ql_batch *b)
+{
+    const ql_spec *s = r->spec;
+    if (b->T > s->rows || b->T % 64)
+        QL_FAIL(QL_EINTERNAL, "a micro-batch of %lld tokens; memory was taken for %lld", (long long)b->T, (long long)s->rows);
+    if (b->docs > s->docs)
+        QL_FAIL(QL_EINTERNAL, "a micro-batch of %lld documents; memory was taken for %lld", (long long)b->docs, (long long)s->docs);
+    return QL_OK;
+}
+
+ql_status ql_exec_batch(ql_rank *r, int flight, const ql_batch *b, int train, uint32_t step)
+{
+    const ql_dev_table *dev = dev_of(r);
+    ql_stage *st = &r->mem->stage[flight];
+    ql_micro *mb = &r->micro[flight];
+    const ql_param *e = &r->spec->model->embed;
+    QL_TRY(batch_fits(r, b));
+    /* The block was last read by the copies of the batch before: wait for them before writing over it. */
+    QL_TRY(await(r, r->staged));
+    int64_t n = stage_targets(b, (int32_t *)(void *)(st->host + st->at_index), (int32_t *)(void *)(st->host + st->at_target));
+    memcpy(st->host + st->at_token, b->token, (size_t)b->T * 8);
+    memcpy(st->host + st->at_pos, b->position, (size_t)b->T * 4);
+    memcpy(st->host + st->at_start, b->doc_start, (size_t)b->docs * 4);
+    memcpy(st->host + st->at_len, b->doc_len, (size_t)b->docs * 4);
+    stage_rows(r, st->host + st->at_rows, b);
+    QL_TRY(dev->copy(r->compute, st->dev, st->host, st->bytes));
+    memset(mb, 0, sizeof *mb);
+    mb->rows = b->T;
+    mb->padded = b->tokens < b->T;
+    mb->pos = ql_vec(st->dev + st->at_pos, QL_I32, b->T);
+    mb->token = (const int64_t *)(const void *)(st->dev + st->at_token);
+    mb->docs = b->docs;
+    mb->longest = b->doc_max;
+    mb->start = (const int32_t *)(const void *)(st->dev + st->at_start);
+    mb->len = (const int32_t *)(const void *)(st->dev + st->at_len);
+    mb->index = ql_vec(st->dev + st->at_index, QL_I32, n);
+    mb->target = ql_vec(st->dev + st->at_target, QL_I32, n);
+    mb->targets = b->targets;
+    mb->train = train;
+    mb->step = step;
+    /* Embedding rows as the file has them, through a buffer that no layer uses yet, into the residual stream's dtype. */
+    ql_tensor h = ql_rows(ql_mem_h(r->mem, flight, 0), 0, b->T);
+    ql_tensor raw = ql_mat(r->mem->work.a.data, e->dtype, b->T, e->cols, e->cols);
+    QL_TRY(dev->copy(r->compute, raw.data, st->host + st->at_rows, b->T * e->cols * (int64_t)ql_dtype_size(e->dtype)));
+    QL_TRY(dev->record(r->compute, r->staged));
+    return ql_convert(&r->q, h, raw);
+}
+
+static ql_status do_batch(ql_rank *r, const ql_action *a, const ql_step_data *d, int flight)
+{
+    int64_t at = (d->first + a->mb) * d->batch, n = ql_min64(d->batch, d->n - at);
+    int64_t first_row = (int64_t)a->mb * d->batch;
+    QL_TRY(ql_batch_fill(&r->batch, d->data, d->order + at, n, first_row, d->pad_id, 64));
+    return ql_exec_batch(r, flight, &r->batch, r->spec->choice.train && d->step > 0, d->step);
+}
+
+/* ---- layers ----------------------------------------------------------------------------------- */
+
+static ql_status place_base(ql_rank *r, int64_t layer, int slot, ql_scratch **out)
+{
+    const ql_choice *c = &r->spec->choice;
+    ql_mem *m = r->mem;
+    void *parts[QL_MAX_PARTS];
+    *out = c->store[layer] == QL_STORE_RESIDENT16 ? &m->own[layer] : &m->scratch;
+    if ((*out)->layer == layer) return QL_OK;
+    if (c->store[layer] == QL_STORE_RESIDENT) {
+        parts[0] = m->base[layer];
+    } else {
+        if (slot < 0) QL_FAIL(QL_EINTERNAL, "layer %lld is used without its gather", (long long)layer);
+        QL_TRY(dev_of(r)->wait(r->compute, r->slot_full[slot]));
+        for (int p = 0; p < m->blob[layer].parts; p++) parts[p] = (char *)m->slot[slot] + p * m->blob[layer].part_bytes;
+    }
+    return ql_store_dequant(&m->shape, &r->q, &m->blob[layer], &m->tables[layer], parts, &r->spec->quant, *out, layer);
+}
+
+ql_status ql_exec_layer(ql_rank *r, ql_micro *mb, int64_t layer, int slot, ql_layer *out)
+{
+    ql_mem *m = r->mem;
+    ql_scratch *w = NULL;
+    QL_TRY(place_base(r, layer, slot, &w));
+    if (w->version != r->version) {
+        QL_TRY(ql_scratch_adapters(&m->shape, &r->q, w, layer, m->adapters));
+        w->version = r->version;
+    }
+    *out = (ql_layer){.shape = &m->shape, .q = &r->q, .mb = mb, .layer = layer, .small = &m->small[layer], .w = w,
+                      .work = &m->work, .freq = m->freq, .cache_k = QL_NONE, .cache_v = QL_NONE};
+    return QL_OK;
+}
+
+/* The activations of (flight, layer): kept ones, the shared ones for what is not kept. */
+static ql_act act_of(const ql_rank *r, int flight, int64_t layer)
+{
+    ql_mem *m = r->mem;
+    ql_act a = m->shared;
+    ql_keep keep = r->spec->choice.train && layer >= m->shape.first ? (ql_keep)r->spec->choice.keep[layer] : QL_KEEP_INPUT;
+    if (keep != QL_KEEP_INPUT) {
+        a = *ql_mem_act(m, flight, layer);
+        if (keep == QL_KEEP_NO_MLP) a.gu = m->shared.gu;
+    }
+    a.h = ql_mem_h(m, flight, layer);
+    return a;
+}
+
+static ql_work work_of(const ql_rank *r, int flight)
+{
+    ql_work w = r->mem->work;
+    int same = w.dy.data == w.dh.data;
+    w.dh = r->mem->dh[flight];
+    if (same) w.dy = w.dh;
+    return w;
+}
+
+static int saves(const ql_rank *r, int64_t layer)
+{
+    return layer >= 0 && r->spec->choice.train && layer >= r->mem->shape.first && r->spec->choice.save[layer];
+}
+
+static ql_status do_forward(ql_rank *r, const ql_action *a, int flight)
+{
+    ql_layer l;
+    QL_TRY(ql_exec_layer(r, &r->micro[flight], a->layer, a->slot, &l));
+    ql_act act = act_of(r, flight, a->layer);
+    /* The output may go where an input rests that is on its way to the host. */
+    if (saves(r, a->layer - 1)) QL_TRY(dev_of(r)->wait(r->compute, r->saved[(a->layer - 1) & 1]));
+    return ql_layer_forward(&l, &act, ql_mem_h(r->mem, flight, a->layer + 1));
+}
+
+static ql_status do_recompute(ql_rank *r, const ql_action *a, int flight)
+{
+    ql_layer l;
+    QL_TRY(ql_exec_layer(r, &r->micro[flight], a->layer, a->slot, &l));
+    ql_act act = act_of(r, flight, a->layer);
+    return ql_layer_recompute(&l, &act, (ql_keep)r->spec->choice.keep[a->layer]);
+}
+
+static ql_status do_backward(ql_rank *r, const ql_action *a, int flight)
+{
+    ql_layer l;
+    ql_work w = work_of(r, flight);
+    QL_TRY(ql_exec_layer(r, &r->micro[flight], a->layer, a->slot, &l));
+    l.work = &w;
+    ql_act act = act_of(r, flight, a->layer);
+    return ql_layer_backward(&l, &act, r->mem->grad[r->stack - 1]);
+}
+
+/* h[layer] between device and host, on the side stream. */
+static ql_status do_move(ql_rank *r, const ql_action *a, int flight)
+{
+    const ql_dev_table *dev = dev_of(r);
+    ql_tensor h = ql_rows(ql_mem_h(r->mem, flight, a->layer), 0, r->micro[flight].rows);
+    int64_t per = r->spec->rows * h.ld * (int64_t)ql_dtype_size(h.dtype), at = 0, all = 0;
+    for (int64_t l = 0; l < r->spec->choice.layers; l++) {
+        if (l == a->layer) at = all;
+        all += r->spec->choice.save[l] ? per : 0;
+    }
+    char *host = r->host_h + flight * all + at;
+    int64_t bytes = h.rows * h.ld * (int64_t)ql_dtype_size(h.dtype);
+    QL_TRY(dev->record(r->compute, r->ready));
+    QL_TRY(dev->wait(r->side, r->ready));
+    if (a->what == QL_DO_SAVE) {
+        QL_TRY(dev->copy(r->side, host, h.data, bytes));
+        return dev->record(r->side, r->saved[a->layer & 1]);
+    }
+    QL_TRY(dev->copy(r->side, h.data, host, bytes));
+    QL_TRY(dev->record(r->side, r->ready));
+    return dev->wait(r->compute, r->ready);
+}
+
+static ql_status do_gather(ql_rank *r, const ql_action *a)
+{
+    const ql_dev_table *dev = dev_of(r);
+    ql_mem *m = r->mem;
+    const ql_blob *b = &m->blob[a->layer];
+    QL_TRY(dev->wait(r->side, r->slot_free[a->slot]));
+    if (r->spec->choice.store[a->layer] == QL_STORE_HOST) {
+        QL_TRY(dev->copy(r->side, m->slot[a->slot], r->set.host_base + ql_mem_host_at(m, a->layer), b->part_bytes));
+    } else if (r->set.world > 1) {
+        /* Packed bytes as bytes: 4 bits a weight on the wire. */
+        QL_TRY(r->set.be->comm->all_gather(r->comm, r->side, ql_vec(m->slot[a->slot], QL_U8, b->parts * b->part_bytes),
+                                           ql_vec(m->base[a->layer], QL_U8, b->part_bytes)));
+    } else {
+        QL_TRY(dev->copy(r->side, m->slot[a->slot], m->base[a->layer], b->part_bytes));
+    }
+    return dev->record(r->side, r->slot_full[a->slot]);
+}
+
+static ql_status do_head(ql_rank *r, const ql_action *a, int flight)
+{
+    ql_mem *m = r->mem;
+    ql_micro *mb = &r->micro[flight];
+    ql_tensor h = ql_rows(ql_mem_h(m, flight, r->spec->choice.layers), 0, mb->rows);
+    ql_tensor dh = r->spec->choice.train && mb->step > 0 ? ql_rows(m->dh[flight], 0, mb->rows) : QL_NONE;
+    return ql_head_loss(&m->head, &m->shape, &r->q, mb, h, dh, ql_vec(m->losses + a->mb, QL_F32, 1), m->ctl);
+}
+
+/* ---- the step --------------------------------------------------------------------------------- */
+
+static ql_status do_sum(ql_rank *r, const ql_action *a, int g)
+{
+    ql_mem *m = r->mem;
+    uint8_t present[QL_MAX_WORLD];
+    switch ((ql_do)a->what) {
+    case QL_DO_PIECE: return dev_of(r)->set(r->compute, m->grad[r->stack++], 0, m->padded * 4);
+    case QL_DO_JOIN: {
+        ql_tensor to = ql_vec(m->grad[r->stack - 2], QL_F32, m->padded);
+        r->stack--;
+        return ql_add(&r->q, to, to, ql_vec(m->grad[r->stack], QL_F32, m->padded));
+    }
+    case QL_DO_REDUCE:
+        for (int i = 0; i < r->set.world; i++) present[i] = ql_plan_first(&r->spec->choice, i) < g;
+        return ql_optim_reduce(r, present);
+    default:
+        r->version++; /* the adapters in every scratch are old from here on */
+        return ql_optim_step(r);
+    }
+}
+
+static ql_status run_action(ql_rank *r, const ql_action *a, const ql_step_data *d, int flight, int g)
+{
+    switch ((ql_do)a->what) {
+    case QL_DO_GATHER: return do_gather(r, a);
+    case QL_DO_RELEASE: return dev_of(r)->record(r->compute, r->slot_free[a->slot]);
+    case QL_DO_BATCH: return do_batch(r, a, d, flight);
+    case QL_DO_F: return do_forward(r, a, flight);
+    case QL_DO_HEAD: return do_head(r, a, flight);
+    case QL_DO_R: return do_recompute(r, a, flight);
+    case QL_DO_B: return do_backward(r, a, flight);
+    case QL_DO_SAVE:
+    case QL_DO_LOAD: return do_move(r, a, flight);
+    default: return do_sum(r, a, g);
+    }
+}
+
+static int collective(const ql_rank *r, const ql_action *a)
+{
+    if (r->set.world == 1) return 0;
+    return a->what == QL_DO_REDUCE ||
+           (a->what == QL_DO_GATHER && r->spec->choice.store[a->layer] == QL_STORE_SHARDED);
+}
+
+/* A stop is only seen between actions. A rank that left at once could leave its peers waiting in a collective: so each says how many
+ * collectives it has issued, all go on to the largest of these numbers, and drop the step there. */
+static ql_status stop_point(ql_rank *r, int issued, int *until)
+{
+    ql_shared *sh = r->set.shared;
+    ql_rank_state *me = &sh->rank[r->set.rank];
+    if (sh->abort) QL_FAIL(QL_EPEER, "another rank failed");
+    if (!sh->stop || *until >= 0) return QL_OK;
+    me->action = issued;
+    __atomic_store_n(&me->at_stop, 1, __ATOMIC_RELEASE);
+    *until = issued;
+    for (int k = 0; k < r->set.world; k++) {
+        while (!__atomic_load_n(&sh->rank[k].at_stop, __ATOMIC_ACQUIRE)) {
+            if (sh->abort) QL_FAIL(QL_EPEER, "another rank failed");
+            usleep(500);
+        }
+        *until = (int)ql_max64(*until, sh->rank[k].action);
+    }
+    return QL_OK;
+}
+
+/* From STEP on nothing is dropped any more: whoever stops now goes on to the end of the step. */
+static void past_stopping(ql_rank *r)
+{
+    ql_rank_state *me = &r->set.shared->rank[r->set.rank];
+    me->action = INT_MAX;
+    __atomic_store_n(&me->at_stop, 1, __ATOMIC_RELEASE);
+}
+
+/* Keeps the host at most QL_AHEAD layers ahead of the device. */
+static ql_status pace(ql_rank *r, const ql_action *a, int *layers_done)
+{
+    if (a->what != QL_DO_F && a->what != QL_DO_B) return QL_OK;
+    ql_event *e = r->pace[(*layers_done)++ % QL_AHEAD];
+    QL_TRY(await(r, e));
+    return dev_of(r)->record(r->compute, e);
+}
+
+static ql_status run_plan(ql_rank *r, const ql_plan *p, const ql_step_data *d)
+{
+    ql_status st = QL_OK;
+    int until = -1, from = ql_plan_first(&r->spec->choice, r->set.rank), layers_done = 0, issued = 0;
+    ql_rank_state *me = &r->set.shared->rank[r->set.rank];
+    r->stack = 0;
+    me->at_stop = 0;
+    for (int i = 0; i < p->count && st == QL_OK; i++) {
+        const ql_action *a = &p->a[i];
+        if (a->what == QL_DO_STEP)
+            past_stopping(r);
+        else
+            QL_TRY(stop_point(r, issued, &until));
+        if (until >= 0 && issued >= until && a->what != QL_DO_STEP) {
+            st = QL_ESTOP;
+            break;
+        }
+        int flight = a->mb < 0 ? 0 : (a->mb - from) % r->mem->flights;
+        QL_TRY(run_action(r, a, d, flight, p->g));
+        QL_TRY(pace(r, a, &layers_done));
+        issued += collective(r, a);
+        me->beat++;
+    }
+    QL_TRY(dev_of(r)->sync(r->side));
+    QL_TRY(dev_of(r)->sync(r->compute));
+    return st;
+}
+
+/* Every rank's losses on every rank: each has its own contiguous range. */
+static ql_status gather_losses(ql_rank *r, const ql_plan *p, float *losses)
+{
+    const ql_choice *c = &r->spec->choice;
+    const ql_dev_table *dev = dev_of(r);
+    int from = ql_plan_first(c, r->set.rank), most = 0;
+    memset(losses, 0, (size_t)c->g * sizeof *losses);
+    if (r->set.world == 1) {
+        QL_TRY(dev->copy(r->compute, losses, r->mem->losses, (int64_t)p->g * 4));
+        return dev->sync(r->compute);
+    }
+    for (int i = 0; i < r->set.world; i++) most = (int)ql_max64(most, ql_plan_first(c, i + 1) - ql_plan_first(c, i));
+    /* Through the workspace: [mine | everybody's], `most` each. */
+    float *mine = r->mem->op_work, *all = mine + ql_round_up(most, 64);
+    float host[QL_MAX_ACCUM];
+    int own = ql_plan_first(c, r->set.rank + 1) - from;
+    QL_TRY(dev->copy(r->compute, mine, r->mem->losses + from, (int64_t)own * 4));
+    QL_TRY(r->set.be->comm->all_gather(r->comm, r->compute, ql_vec(all, QL_F32, (int64_t)most * r->set.world),
+                                       ql_vec(mine, QL_F32, most)));
+    if (most * r->set.world > QL_MAX_ACCUM) QL_FAIL(QL_ENOSUP, "%d micro-batches: at most %d", c->g, (int)QL_MAX_ACCUM);
+    QL_TRY(dev->copy(r->compute, host, all, (int64_t)most * r->set.world * 4));
+    QL_TRY(dev->sync(r->compute));
+    for (int i = 0; i < r->set.world; i++)
+        for (int k = ql_plan_first(c, i); k < ql_plan_first(c, i + 1); k++) losses[k] = host[i * most + k - ql_plan_first(c, i)];
+    return QL_OK;
+}
+
+ql_status ql_rank_step(ql_rank *r, const ql_plan *p, const ql_step_data *d, ql_step_result *out)
+{
+    const ql_dev_table *dev = dev_of(r);
+    float losses[QL_MAX_ACCUM], inv = d->items > 0 ? (float)(1.0 / (double)d->items) : 0;
+    ql_ctl ctl;
+    r->set.shared->rank[r->set.rank].step = (int)d->step;
+    QL_TRY(dev->copy(r->compute, &r->mem->ctl->inv_items, &inv, 4));
+    QL_TRY(dev->sync(r->compute));
+    QL_TRY(run_plan(r, p, d));
+    QL_TRY(gather_losses(r, p, losses));
+    QL_TRY(dev->copy(r->compute, &ctl, r->mem->ctl, (int64_t)sizeof ctl));
+    QL_TRY(dev->sync(r->compute));
+    double sum = 0;
+    for (int i = 0; i < p->g; i++) sum += losses[i];
+    *out = (ql_step_result){(float)(d->items > 0 ? sum / (double)d->items : 0), ctl.norm, ctl.lr, ctl.loss_scale, ctl.skipped,
+                            ctl.steps, ctl.skips};
+    return QL_OK;
+}
+
+ql_status ql_rank_forward(ql_rank *r, const ql_plan *p, const ql_step_data *d, float *losses)
+{
+    QL_TRY(run_plan(r, p, d));
+    return gather_losses(r, p, losses);
+}
+
+int64_t ql_step_items(const ql_step_data *d)
+{
+    int64_t n = 0, t, targets;
+    for (int k = 0; k < d->g; k++) {
+        int64_t at = (d->first + k) * d->batch;
+        ql_batch_measure(d->data, d->order + at, ql_min64(d->batch, d->n - at), 64, &t, &targets);
+        n += targets;
+    }
+    return n;
+}
+
+int64_t ql_step_tokens(const ql_step_data *d)
+{
+    int64_t n = 0;
+    int64_t at = d->first * d->batch, end = ql_min64(d->n, (d->first + d->g) * d->batch);
+    for (; at < end; at++) n += ql_dataset_length(d->data, d->order[at]);
+    return n;
+}

@@ -1,0 +1,336 @@
+#include "core/rank.h"
+
+#include "kernels/half.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static const ql_dev_table *dev_of(const ql_rank *r)
+{
+    return r->set.be->dev;
+}
+
+/* ---- opening ---------------------------------------------------------------------------------- */
+
+static ql_status open_events(ql_rank *r)
+{
+    const ql_dev_table *dev = dev_of(r);
+    for (int i = 0; i < QL_GATHER_SLOTS; i++) {
+        QL_TRY(dev->event_open(r->dev, &r->slot_full[i]));
+        QL_TRY(dev->event_open(r->dev, &r->slot_free[i]));
+        QL_TRY(dev->record(r->compute, r->slot_free[i]));
+    }
+    for (int i = 0; i < 2; i++) {
+        QL_TRY(dev->event_open(r->dev, &r->saved[i]));
+        QL_TRY(dev->record(r->side, r->saved[i]));
+    }
+    for (int i = 0; i < QL_AHEAD; i++) {
+        QL_TRY(dev->event_open(r->dev, &r->pace[i]));
+        QL_TRY(dev->record(r->compute, r->pace[i]));
+    }
+    QL_TRY(dev->event_open(r->dev, &r->ready));
+    QL_TRY(dev->event_open(r->dev, &r->staged));
+    return dev->record(r->compute, r->staged);
+}
+
+static ql_status open_comm(ql_rank *r)
+{
+    ql_comm_setup c = {.rank = r->set.rank, .world = r->set.world, .shared = r->set.comm_shared, .shared_bytes = r->set.comm_bytes,
+                       .abort = &r->set.shared->abort, .timeout_ms = r->set.timeout_ms};
+    if (r->set.world == 1) return QL_OK;
+    return r->set.be->comm->open(r->dev, &c, &r->comm);
+}
+
+static ql_status too_large(const ql_rank *r, const ql_arena *need, const ql_dev_info *info)
+{
+    char text[512];
+    int n = 0;
+    for (int c = 0; c < QL_CATS; c++)
+        if (need->by_cat[c])
+            n += snprintf(text + n, sizeof text - (size_t)n, "%s%s %.2f", n ? ", " : "", ql_cat_name((ql_cat)c),
+                          (double)need->by_cat[c] / (1 << 30));
+    return ql_fail(QL_ENOMEM,
+                   "rank %d (%s) needs %.2f GiB, %.2f are free (GiB: %s). `plan` shows what fits: shorter --max_length, a smaller batch, "
+                   "--fsdp true, --fsdp_config '{\"cpu_offload\": true}' or --activation_offloading true take less",
+                   r->set.rank, info->name, (double)need->used / (1 << 30), (double)info->free_bytes / (1 << 30), text);
+}
+
+static ql_status take_memory(ql_rank *r)
+{
+    const ql_dev_table *dev = dev_of(r);
+    ql_dev_info info;
+    ql_arena need;
+    QL_TRY(dev->info(r->dev, &info));
+    snprintf(r->set.shared->rank[r->set.rank].name, sizeof info.name, "%s", info.name);
+    QL_TRY(ql_mem_count(r->spec, r->set.rank, &need));
+    if (r->set.device_limit && r->set.device_limit < info.free_bytes) info.free_bytes = r->set.device_limit;
+    if (need.used > info.free_bytes) return too_large(r, &need, &info);
+    void *base = NULL;
+    QL_TRY(dev->alloc(r->dev, need.used, &base));
+    r->arena = (ql_arena){.base = base, .size = need.used};
+    QL_TRY(ql_mem_open(r->spec, r->set.rank, &r->mem));
+    QL_TRY(ql_mem_carve(r->mem, &r->arena));
+    if (r->arena.used != need.used)
+        QL_FAIL(QL_EINTERNAL, "memory was counted as %lld bytes and carved as %lld", (long long)need.used, (long long)r->arena.used);
+    /* Scratch and staging are zero from here: what adapters and short batches leave out stays zero. */
+    QL_TRY(dev->set(r->compute, base, 0, need.used));
+    return dev->sync(r->compute);
+}
+
+static ql_status take_host(ql_rank *r)
+{
+    const ql_dev_table *dev = dev_of(r);
+    ql_mem *m = r->mem;
+    const ql_param *e = &r->spec->model->embed;
+    int64_t rows = r->spec->rows * e->cols * (int64_t)ql_dtype_size(e->dtype);
+    void *p = NULL;
+    if (rows > m->work.a.rows * m->work.a.ld * (int64_t)ql_dtype_size(m->work.a.dtype))
+        QL_FAIL(QL_ENOSUP, "embedding rows of %s do not fit the layer buffers (hidden %lld, ffn %lld)", ql_dtype_name(e->dtype),
+                (long long)e->cols, (long long)r->spec->model->cfg.ffn);
+    for (int f = 0; f < m->flights; f++) {
+        QL_TRY(dev->host_alloc(r->dev, m->stage[f].at_rows + rows, &p));
+        m->stage[f].host = p;
+        memset(p, 0, (size_t)m->stage[f].at_rows);
+    }
+    int64_t state = r->spec->state_host && r->spec->choice.train ? (r->spec->state == QL_ADAM_F32 ? 8 * m->shard : 2 * m->shard + m->shard / 32) : 0;
+    r->host_h_bytes = ql_mem_host_rank(m) - state;
+    if (r->host_h_bytes > 0) {
+        QL_TRY(dev->host_alloc(r->dev, r->host_h_bytes, &p));
+        r->host_h = p;
+    }
+    r->host_state_bytes = state;
+    if (state > 0) {
+        QL_TRY(dev->host_alloc(r->dev, state, &p));
+        r->host_state = p;
+    }
+    /* One copy of host-resident layers for all ranks, pinned by each. Where the system refuses to pin, copies are slower, that is all. */
+    if (r->set.host_base && dev->pin(r->dev, r->set.host_base, r->set.host_bytes) != QL_OK) ql_error_clear();
+    return QL_OK;
+}
+
+ql_status ql_rank_open(const ql_rank_setup *set, const ql_spec *spec, ql_rank **out)
+{
+    ql_status st = QL_OK;
+    ql_rank *r = calloc(1, sizeof *r);
+    if (!r) QL_FAIL(QL_ENOMEM, "no memory for rank %d", set->rank);
+    r->set = *set;
+    r->spec = spec;
+    const ql_dev_table *dev = dev_of(r);
+    QL_GO(dev->open(set->device, &r->dev));
+    QL_GO(dev->stream_open(r->dev, &r->compute));
+    QL_GO(dev->stream_open(r->dev, &r->side));
+    QL_GO(open_events(r));
+    QL_GO(take_memory(r));
+    QL_GO(take_host(r));
+    QL_GO(open_comm(r));
+    r->q = (ql_queue){set->be->ops, r->compute, r->mem->op_work};
+    r->micro = calloc((size_t)r->mem->flights, sizeof *r->micro);
+    if (!r->micro) st = ql_fail(QL_ENOMEM, "no memory for rank %d", set->rank);
+out:
+    if (st == QL_OK)
+        *out = r;
+    else
+        ql_rank_close(r);
+    return st;
+}
+
+void ql_rank_close(ql_rank *r)
+{
+    if (!r) return;
+    const ql_dev_table *dev = dev_of(r);
+    if (r->comm) r->set.be->comm->close(r->comm);
+    for (int i = 0; i < QL_GATHER_SLOTS; i++) {
+        if (r->slot_full[i]) dev->event_close(r->slot_full[i]);
+        if (r->slot_free[i]) dev->event_close(r->slot_free[i]);
+    }
+    for (int i = 0; i < 2; i++)
+        if (r->saved[i]) dev->event_close(r->saved[i]);
+    for (int i = 0; i < QL_AHEAD; i++)
+        if (r->pace[i]) dev->event_close(r->pace[i]);
+    if (r->ready) dev->event_close(r->ready);
+    if (r->staged) dev->event_close(r->staged);
+    for (int f = 0; r->mem && f < r->mem->flights; f++)
+        if (r->mem->stage[f].host) dev->host_free(r->dev, r->mem->stage[f].host);
+    if (r->host_h) dev->host_free(r->dev, r->host_h);
+    if (r->host_state) dev->host_free(r->dev, r->host_state);
+    if (r->arena.base) dev->free(r->dev, r->arena.base);
+    if (r->compute) dev->stream_close(r->compute);
+    if (r->side) dev->stream_close(r->side);
+    if (r->dev) dev->close(r->dev);
+    ql_batch_free(&r->batch);
+    ql_mem_close(r->mem);
+    free(r->micro);
+    free(r);
+}
+
+/* ---- loading ---------------------------------------------------------------------------------- */
+
+static double value_of(const ql_param *p, int64_t i)
+{
+    switch (p->dtype) {
+    case QL_F32: {
+        float f;
+        memcpy(&f, (const char *)p->data + 4 * i, 4);
+        return f;
+    }
+    case QL_F16:
+    case QL_BF16: {
+        uint16_t h;
+        memcpy(&h, (const char *)p->data + 2 * i, 2);
+        return p->dtype == QL_F16 ? ql_f16_to_f32(h) : ql_bf16_to_f32(h);
+    }
+    default: return 0;
+    }
+}
+
+/* A vector of the file as F32 on the device; NaN and infinities are refused by name. */
+static ql_status load_vector(ql_rank *r, const ql_param *p, ql_tensor to)
+{
+    int64_t n = p->cols * p->rows;
+    float *v = malloc((size_t)n * 4);
+    ql_status st = QL_OK;
+    if (!v) QL_FAIL(QL_ENOMEM, "%s: no memory", p->name);
+    for (int64_t i = 0; i < n; i++) {
+        v[i] = (float)value_of(p, i);
+        if (!(v[i] - v[i] == 0)) {
+            st = ql_fail(QL_EINVAL, "%s holds NaN or infinite values: the file is damaged", p->name);
+            goto out;
+        }
+    }
+    if (to.dtype == QL_F32) {
+        QL_GO(dev_of(r)->copy(r->compute, to.data, v, n * 4));
+    } else {
+        ql_tensor temp = ql_vec(r->mem->op_work, QL_F32, n);
+        QL_GO(dev_of(r)->copy(r->compute, temp.data, v, n * 4));
+        QL_GO(ql_convert(&r->q, to, temp));
+    }
+    QL_GO(dev_of(r)->sync(r->compute));
+out:
+    free(v);
+    return st;
+}
+
+static ql_status load_small(ql_rank *r, int64_t l)
+{
+    const ql_block *b = &r->spec->model->block[l];
+    ql_small *s = &r->mem->small[l];
+    QL_TRY(load_vector(r, &b->norm_attn, s->norm_attn));
+    QL_TRY(load_vector(r, &b->norm_ffn, s->norm_ffn));
+    if (ql_tensor_set(s->q_norm)) QL_TRY(load_vector(r, &b->q_norm, s->q_norm));
+    if (ql_tensor_set(s->k_norm)) QL_TRY(load_vector(r, &b->k_norm, s->k_norm));
+    for (int g = 0; g < QL_GROUPS; g++) {
+        const ql_group_shape *gs = &r->mem->shape.group[g];
+        for (int i = 0; ql_tensor_set(s->bias[g]) && i < gs->count; i++) {
+            const ql_param *p = &b->bias[gs->first + (ql_linear)i];
+            if (p->data) QL_TRY(load_vector(r, p, ql_cols(s->bias[g], gs->row[i], p->cols)));
+        }
+    }
+    return QL_OK;
+}
+
+/* A matrix of the file in chunks of rows, through the workspace, into the compute dtype. */
+static ql_status load_matrix(ql_rank *r, const ql_param *p, ql_tensor to)
+{
+    int64_t row = p->cols * (int64_t)ql_dtype_size(p->dtype), chunk = ql_max64(1, QL_WORK_BYTES / row);
+    ql_tensor flag = ql_vec(r->mem->flag, QL_I32, 1);
+    int32_t bad = 0;
+    QL_TRY(dev_of(r)->set(r->compute, flag.data, 0, 4));
+    for (int64_t at = 0; at < p->rows; at += chunk) {
+        int64_t n = ql_min64(chunk, p->rows - at);
+        const char *src = (const char *)p->data + at * row;
+        ql_tensor raw = ql_mat(r->mem->op_work, p->dtype, n, p->cols, p->cols);
+        QL_TRY(dev_of(r)->copy(r->compute, raw.data, src, n * row));
+        QL_TRY(ql_convert(&r->q, ql_rows(to, at, n), raw));
+        QL_TRY(ql_check_finite(&r->q, flag, ql_rows(to, at, n)));
+        QL_TRY(dev_of(r)->sync(r->compute));
+        ql_model_done_with(r->spec->model, src, n * row);
+    }
+    QL_TRY(dev_of(r)->copy(r->compute, &bad, flag.data, 4));
+    QL_TRY(dev_of(r)->sync(r->compute));
+    if (bad)
+        QL_FAIL(QL_EINVAL, "%s holds NaN or infinite values (as %s): the file is damaged, or this dtype is too narrow for it", p->name,
+                ql_dtype_name(to.dtype));
+    return QL_OK;
+}
+
+static ql_status load_layer(ql_rank *r, ql_loader *ld, int64_t l)
+{
+    ql_mem *m = r->mem;
+    const ql_blob *b = &m->blob[l];
+    void *parts[1] = {m->slot[0]};
+    switch ((ql_store_kind)r->spec->choice.store[l]) {
+    case QL_STORE_RESIDENT: return ql_store_load(ld, l, b, 0, 1, m->base[l], &m->tables[l]);
+    case QL_STORE_SHARDED: return ql_store_load(ld, l, b, r->set.rank, 1, m->base[l], &m->tables[l]);
+    case QL_STORE_HOST: {
+        /* Ranks take turns in filling the shared copy; all need the tables. */
+        char *own = r->set.host_base + ql_mem_host_at(m, l);
+        int mine = l % r->set.world == r->set.rank;
+        return ql_store_load(ld, l, b, 0, mine ? 1 : 0, own, &m->tables[l]);
+    }
+    default:
+        QL_TRY(ql_store_load(ld, l, b, 0, 1, m->slot[0], &m->tables[l]));
+        return ql_store_dequant(&m->shape, &r->q, b, &m->tables[l], parts, &r->spec->quant, &m->own[l], l);
+    }
+}
+
+ql_status ql_rank_load(ql_rank *r)
+{
+    ql_mem *m = r->mem;
+    const ql_model *model = r->spec->model;
+    int64_t n = model->cfg.layers, temp = 0, have = m->scratch.w[QL_G_GU].rows * m->scratch.w[QL_G_GU].ld;
+    float freq[128];
+    void *extra = NULL;
+    ql_status st = QL_OK;
+    for (int64_t l = 0; l < n; l++) temp = ql_max64(temp, ql_store_temp_bytes(&m->blob[l]));
+    /* Quantising works in the largest matrix of the scratch where that is enough, as it is for real models. */
+    ql_loader ld = {r->set.be, &r->q, model, &r->spec->quant, m->scratch.w[QL_G_GU].data, have * (int64_t)ql_dtype_size(r->spec->dtype)};
+    if (temp > ld.temp_bytes) {
+        QL_GO(dev_of(r)->alloc(r->dev, temp, &extra));
+        ld.temp = extra, ld.temp_bytes = temp;
+    }
+    ql_rope_inv_freq(&model->cfg, freq);
+    QL_GO(dev_of(r)->copy(r->compute, m->freq.data, freq, model->cfg.head_dim / 2 * 4));
+    QL_GO(dev_of(r)->sync(r->compute));
+    for (int64_t l = 0; l < n; l++) {
+        QL_GO(load_small(r, l));
+        QL_GO(load_layer(r, &ld, l));
+        r->set.shared->rank[r->set.rank].beat++;
+        if (r->set.shared->abort) QL_GO(ql_fail(QL_EPEER, "another rank failed"));
+        if (r->set.shared->stop) QL_GO(QL_ESTOP);
+        if (r->set.progress) r->set.progress(r->set.ctx, "load", l + 1, n + 1);
+    }
+    QL_GO(load_vector(r, &model->norm, m->head.norm));
+    QL_GO(load_matrix(r, &model->head, ql_rows(m->head.w, 0, model->cfg.vocab)));
+    /* Quantising wrote over the scratch: what lies outside base and adapters has to be zero. */
+    for (int g = 0; g < QL_GROUPS; g++) {
+        ql_tensor w = m->scratch.w[g];
+        QL_GO(dev_of(r)->set(r->compute, w.data, 0, w.rows * w.ld * (int64_t)ql_dtype_size(w.dtype)));
+    }
+    QL_GO(dev_of(r)->sync(r->compute));
+    if (r->set.progress) r->set.progress(r->set.ctx, "load", n + 1, n + 1);
+out:
+    if (extra) dev_of(r)->free(r->dev, extra);
+    return st;
+}
+
+/* ---- adapters, figures ------------------------------------------------------------------------ */
+
+ql_status ql_rank_set_adapters(ql_rank *r, const float *flat)
+{
+    QL_TRY(dev_of(r)->copy(r->compute, r->mem->adapters, flat, r->mem->n * 4));
+    r->version++;
+    return dev_of(r)->sync(r->compute);
+}
+
+ql_status ql_rank_get_adapters(ql_rank *r, float *flat)
+{
+    QL_TRY(dev_of(r)->copy(r->compute, flat, r->mem->adapters, r->mem->n * 4));
+    return dev_of(r)->sync(r->compute);
+}
+
+ql_status ql_rank_measure(ql_rank *r)
+{
+    ql_rank_state *s = &r->set.shared->rank[r->set.rank];
+    for (int c = 0; c < QL_CATS; c++) s->bytes[c] = r->arena.by_cat[c];
+    return dev_of(r)->memory(r->dev, &s->mem);
+}
