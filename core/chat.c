@@ -1,0 +1,181 @@
+#include "core/chat.h"
+
+#include "core/jinja.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+struct ql_chat {
+    ql_jinja *jinja;
+    json_t *tokens; /* bos_token … */
+};
+
+void ql_chat_text_free(ql_chat_text *t)
+{
+    ql_str_free(&t->text);
+    free(t->spans);
+    *t = (ql_chat_text){0};
+}
+
+ql_status ql_chat_open(const char *jinja, const ql_tok_names *names, ql_chat **out)
+{
+    const char *const keys[] = {"bos_token", "eos_token", "pad_token", "unk_token"};
+    const char *const values[] = {names ? names->bos_token : NULL, names ? names->eos_token : NULL,
+                                  names ? names->pad_token : NULL, names ? names->unk_token : NULL};
+    ql_status st = QL_OK;
+    ql_chat *c = calloc(1, sizeof *c);
+    if (!c) QL_FAIL(QL_ENOMEM, "no memory for a chat template");
+    QL_GO(ql_jinja_compile(jinja, strlen(jinja), &c->jinja));
+    c->tokens = json_object();
+    for (int i = 0; i < 4; i++)
+        if (values[i] && json_object_set_new(c->tokens, keys[i], json_string(values[i])))
+            st = ql_fail(QL_ENOMEM, "no memory for a chat template");
+    if (!c->tokens) st = ql_fail(QL_ENOMEM, "no memory for a chat template");
+    if (st == QL_OK) *out = c, c = NULL;
+out:
+    ql_chat_close(c);
+    return st;
+}
+
+void ql_chat_close(ql_chat *c)
+{
+    if (!c) return;
+    ql_jinja_free(c->jinja);
+    json_decref(c->tokens);
+    free(c);
+}
+
+static ql_status add_span(void *user, size_t start, size_t end)
+{
+    ql_chat_text *t = user;
+    if (t->n_spans == t->cap) {
+        size_t cap = t->cap ? 2 * t->cap : 8;
+        ql_span *p = realloc(t->spans, cap * sizeof *p);
+        if (!p) QL_FAIL(QL_ENOMEM, "no memory for a conversation");
+        t->spans = p, t->cap = cap;
+    }
+    t->spans[t->n_spans++] = (ql_span){start, end};
+    return QL_OK;
+}
+
+static json_t *context_of(const ql_chat *c, const json_t *messages, const json_t *tools, const json_t *extra,
+                          unsigned flags)
+{
+    json_t *o = json_copy(c->tokens);
+    bool bad = !o;
+    bad |= json_object_set(o, "messages", (json_t *)(uintptr_t)messages) != 0;
+    if (tools) bad |= json_object_set(o, "tools", (json_t *)(uintptr_t)tools) != 0;
+    else bad |= json_object_set_new(o, "tools", json_null()) != 0;
+    bad |= json_object_set_new(o, "documents", json_null()) != 0;
+    bad |= json_object_set_new(o, "add_generation_prompt", json_boolean(flags & QL_CHAT_PROMPT)) != 0;
+    if (extra) bad |= json_object_update(o, (json_t *)(uintptr_t)extra) != 0;
+    if (!bad) return o;
+    json_decref(o);
+    return NULL;
+}
+
+static ql_status render(const ql_chat *c, const json_t *messages, const json_t *tools, const json_t *extra,
+                        unsigned flags, ql_jinja_span *span, ql_chat_text *out)
+{
+    json_t *context = context_of(c, messages, tools, extra, flags);
+    if (!context) QL_FAIL(QL_ENOMEM, "no memory for a conversation");
+    ql_str_clear(&out->text);
+    out->n_spans = 0;
+    ql_status st = ql_jinja_render(c->jinja, context, span, out, &out->text);
+    json_decref(context);
+    return st;
+}
+
+static bool begins(const ql_str *full, const ql_str *part)
+{
+    return part->len <= full->len && memcmp(full->data, part->data, part->len) == 0;
+}
+
+/* Renders the first n messages, which must be how `full` begins; *end is where they end. */
+static ql_status prefix(const ql_chat *c, const json_t *messages, size_t n, const json_t *tools,
+                        const json_t *extra, unsigned flags, const ql_str *full, size_t *end)
+{
+    ql_chat_text part = {0};
+    json_t *some = json_array();
+    bool bad = !some;
+    for (size_t i = 0; i < n; i++) bad |= json_array_append(some, json_array_get(messages, i)) != 0;
+    ql_status st = bad ? ql_fail(QL_ENOMEM, "no memory for a conversation") : QL_OK;
+    if (st == QL_OK) st = render(c, some, tools, extra, flags, NULL, &part);
+    if (st == QL_OK && !begins(full, &part.text))
+        st = ql_fail(QL_ENOSUP, "what the assistant says cannot be told apart: the chat template renders the first "
+                                "%zu messages alone differently than in the whole conversation. Use a template with "
+                                "{%% generation %%} marks (chat_template=\"chatml\" is one)", n);
+    *end = part.text.len;
+    ql_chat_text_free(&part);
+    json_decref(some);
+    return st;
+}
+
+/* Without {% generation %} marks: message k is what rendering k + 1 messages adds to rendering k of them and
+ * the generation prompt. */
+static ql_status spans_by_prefixes(const ql_chat *c, const json_t *messages, const json_t *tools,
+                                   const json_t *extra, ql_chat_text *out)
+{
+    size_t n = json_array_size(messages);
+    for (size_t k = 0; k < n; k++) {
+        const char *role = json_string_value(json_object_get(json_array_get(messages, k), "role"));
+        size_t start, end = out->text.len;
+        if (!role || strcmp(role, "assistant") != 0) continue;
+        /* Templates that look at messages[0] cannot render none. */
+        if (k == 0)
+            QL_FAIL(QL_ENOSUP, "what the assistant says cannot be told apart: the conversation begins with it");
+        QL_TRY(prefix(c, messages, k, tools, extra, QL_CHAT_PROMPT, &out->text, &start));
+        if (k + 1 < n) QL_TRY(prefix(c, messages, k + 1, tools, extra, 0, &out->text, &end));
+        if (end > start) QL_TRY(add_span(out, start, end));
+    }
+    return QL_OK;
+}
+
+ql_status ql_chat_render(const ql_chat *c, const json_t *messages, const json_t *tools, const json_t *extra,
+                         unsigned flags, ql_chat_text *out)
+{
+    if (!json_is_array(messages)) QL_FAIL(QL_EINVAL, "a conversation must be a list of messages");
+    bool marks = ql_jinja_has_generation(c->jinja);
+    QL_TRY(render(c, messages, tools, extra, flags, marks ? add_span : NULL, out));
+    if (flags & QL_CHAT_SPANS && !marks) QL_TRY(spans_by_prefixes(c, messages, tools, extra, out));
+    return QL_OK;
+}
+
+/* ---- templates of our own, for models that bring none -------------------------------------------- */
+
+#define REPLY "{% generation %}{{ m.content + "
+static const char chatml[] =
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if m.role == 'assistant' %}" REPLY "'<|im_end|>\\n' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
+static const char alpaca[] =
+    "{{ bos_token | default('') }}{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ m.content + '\\n\\n' }}"
+    "{% elif m.role == 'user' %}{{ '### Instruction:\\n' + m.content + '\\n\\n' }}"
+    "{% elif m.role == 'assistant' %}{{ '### Response:\\n' }}" REPLY "eos_token + '\\n\\n' }}{% endgeneration %}"
+    "{% else %}{{ raise_exception('alpaca knows system, user and assistant, not ' + m.role) }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}";
+static const char llama3[] =
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim + '<|eot_id|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}";
+static const char mistral[] =
+    "{{ bos_token }}{% set ns = namespace(system='') %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% set ns.system = m.content + '\\n\\n' %}"
+    "{% elif m.role == 'user' %}{{ '[INST] ' + ns.system + m.content + ' [/INST]' }}{% set ns.system = '' %}"
+    "{% elif m.role == 'assistant' %}{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ raise_exception('mistral knows system, user and assistant, not ' + m.role) }}{% endif %}"
+    "{% endfor %}";
+
+const char *ql_chat_builtin(const char *name)
+{
+    static const struct {
+        const char *name, *text;
+    } all[] = {{"chatml", chatml}, {"alpaca", alpaca}, {"llama-3", llama3}, {"mistral", mistral}};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (strcmp(name, all[i].name) == 0) return all[i].text;
+    return NULL;
+}
