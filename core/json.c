@@ -70,7 +70,7 @@ ql_status ql_json_save(const char *path, const json_t *v)
 const char *ql_json_show(const json_t *v)
 {
     static _Thread_local char buf[64];
-    char *s = v ? json_dumps(v, JSON_ENCODE_ANY | JSON_COMPACT) : NULL;
+    char *s = v ? json_dumps(v, JSON_ENCODE_ANY | JSON_COMPACT | JSON_REAL_PRECISION(12)) : NULL;
     int n = snprintf(buf, sizeof buf, "%s", s ? s : "nothing");
     if (n >= (int)sizeof buf) {
         /* Cut before a whole UTF-8 character. */
