@@ -59,9 +59,13 @@ const ql_backend *ql_backend_null(void);
 /* Opens libqlora-cuda.so (beside the program, or on the library path) at run time. QL_ENOSUP says what is missing: the file, the
  * driver, cuBLAS, NCCL. Touches no device. */
 ql_status ql_backend_cuda(const char *library, const ql_backend **out);
+/* Before it: colon-separated directories where cuBLAS, NCCL and NVML may lie besides the system's search; a Python
+ * site-packages folder stands for its nvidia/<package>/lib. main makes the list; the environment is its business. */
+void ql_backend_cuda_search(const char *dirs);
 /* What the shared object exports. */
 typedef ql_status (*ql_backend_entry)(const ql_backend **out);
-#define QL_BACKEND_ENTRY "ql_cuda_backend"
+#define QL_BACKEND_ENTRY  "ql_cuda_backend"
+#define QL_BACKEND_SEARCH "ql_cuda_search" /* void (const char *dirs) */
 
 /* What the null backend counted: calls per op, flops of matmul and attention, bytes moved, bytes allocated. */
 typedef struct {
