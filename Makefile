@@ -1,7 +1,8 @@
 # qlora: `make` builds what the machine allows, `make info` says what was found,
 # `make test` runs all tests, `make demo` runs the main job. Both do their own set-up.
 
-BUILD  ?= build
+# make T4=1: a second build whose GPU code is compute_75 PTX alone and obeys a T4's limits on any card.
+BUILD  ?= $(if $(T4),build-t4,build)
 PYTHON ?= /usr/bin/python3
 CC     ?= gcc
 CXX    ?= g++
@@ -12,6 +13,8 @@ WARN   := -Wall -Wextra -Wpedantic -Wshadow -Wconversion $(if $(WERROR),-Werror)
 CFLAGS   += -std=c11 $(OPT) $(ARCH) -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math $(WARN) -D_GNU_SOURCE
 CXXFLAGS += -std=c++17 $(OPT) -fPIC -Wall -Wextra $(if $(WERROR),-Werror)
 CPPFLAGS += -I. -MMD -MP
+# The CUDA backend, opened at run time, takes ql_fail and its neighbours from the program.
+LDFLAGS  += -rdynamic
 LDLIBS   += -ljansson -lpcre2-8 -lcurl -lopenblas -lpthread -ldl -lm
 
 .DEFAULT_GOAL := all

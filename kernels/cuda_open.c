@@ -2,24 +2,32 @@
 #include "kernels/comm.h"
 
 #include <dlfcn.h>
+#include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
 #define LIBRARY "libqlora-cuda.so"
 
-/* The library beside the running program; "" when that is not known or not there. */
+static char search_dirs[8192];
+
+void ql_backend_cuda_search(const char *dirs)
+{
+    snprintf(search_dirs, sizeof search_dirs, "%s", dirs ? dirs : "");
+}
+
+/* The library beside the running program or one folder up (tests); "" when that is not known or not there. */
 static void beside_program(char *path, size_t size)
 {
-    ssize_t n = readlink("/proc/self/exe", path, size - 1);
-    path[n > 0 ? n : 0] = 0;
-    char *slash = strrchr(path, '/');
-    size_t at = slash ? (size_t)(slash - path) + 1 : 0;
-    if (!slash || at + sizeof LIBRARY > size) {
+    char self[4096];
+    ssize_t n = readlink("/proc/self/exe", self, sizeof self - 1);
+    self[n > 0 ? n : 0] = path[0] = 0;
+    for (int up = 0; up < 2; up++) {
+        char *slash = strrchr(self, '/');
+        if (!slash) return;
+        *slash = 0;
+        if ((size_t)snprintf(path, size, "%s/" LIBRARY, self) < size && access(path, R_OK) == 0) return;
         path[0] = 0;
-        return;
     }
-    memcpy(path + at, LIBRARY, sizeof LIBRARY);
-    if (access(path, R_OK) != 0) path[0] = 0;
 }
 
 /* What the loader's message means, and what to do. */
@@ -49,6 +57,12 @@ ql_status ql_backend_cuda(const char *library, const ql_backend **out)
     if (!symbol) {
         dlclose(so);
         QL_FAIL(QL_ENOSUP, "cuda: %s is no backend of this program: it lacks %s", library, QL_BACKEND_ENTRY);
+    }
+    void *search = dlsym(so, QL_BACKEND_SEARCH);
+    if (search) {
+        void (*set)(const char *);
+        memcpy(&set, &search, sizeof set);
+        set(search_dirs);
     }
     ql_backend_entry entry;
     memcpy(&entry, &symbol, sizeof entry); /* ISO C has no cast from object to function pointers */

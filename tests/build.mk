@@ -41,3 +41,10 @@ tiny: hf-venv
 	$(or $(HF_VENV),$(BUILD)/venv-hf)/bin/python notebooks/tiny/make.py
 
 .PHONY: unit test hf-venv test-hf golden tiny
+
+# What a machine with a GPU runs (tests/cuda/run.sh); built here too, so that they always compile.
+$(BUILD)/tests/bench_cuda: $(BUILD)/tests/cuda/bench.o $(addprefix $(BUILD)/kernels/,err.o ops.o cuda_open.o)
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) $^ -o $@ -ldl -lm
+cuda-tests: $(CUDA_LIB) $(BUILD)/tests/ops_cuda $(BUILD)/tests/bench_cuda
+.PHONY: cuda-tests

@@ -1,0 +1,39 @@
+# The CUDA backend, build/libqlora-cuda.so, where nvcc is found. CUDA=0: not at all; CUDA=1: must be there.
+CUDA      ?= auto
+NVCC      ?= $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
+ifneq ($(CUDA),0)
+ifneq ($(NVCC),)
+# The folder of the toolkit; a wrapper script or link may stand in the path.
+CUDA_HOME ?= $(shell $(NVCC) --dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#\$$ TOP=//p')
+# Machine code for each of these, and PTX of the last one for what comes after.
+CUDA_ARCH ?= 75 80 90
+ifdef T4
+CUDA_GEN  := -gencode arch=compute_75,code=compute_75 -DQL_T4
+else
+CUDA_GEN  := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
+             -gencode arch=compute_$(lastword $(CUDA_ARCH)),code=compute_$(lastword $(CUDA_ARCH))
+endif
+CUDA_HEADERS := build/cuda-headers
+CUDA_LIB     := $(BUILD)/libqlora-cuda.so
+CUDA_OBJ     := $(patsubst %.cu,$(BUILD)/%.o,$(wildcard kernels/cuda/*.cu))
+NVCCFLAGS    += -std=c++17 -O3 -I. -I$(CUDA_HEADERS) $(CUDA_GEN) -lineinfo -cudart static \
+                -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra$(if $(WERROR),$(comma)-Werror) $(if $(WERROR),-Werror all-warnings)
+comma := ,
+
+$(CUDA_HEADERS)/.done: kernels/cuda/headers
+	@kernels/cuda/headers $(CUDA_HEADERS) $(CUDA_HOME) $(PYTHON)
+
+$(BUILD)/%.o: %.cu $(CUDA_HEADERS)/.done
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+
+$(CUDA_LIB): $(CUDA_OBJ)
+	$(NVCC) -shared -cudart static -Xlinker -soname,libqlora-cuda.so,-Bsymbolic,--exclude-libs,ALL $^ -o $@ -ldl -lpthread -lrt
+
+PROGRAMS += $(CUDA_LIB)
+cuda: $(CUDA_LIB)
+.PHONY: cuda
+else ifeq ($(CUDA),1)
+$(error CUDA=1, but there is no nvcc: set NVCC=/path/to/nvcc, or leave CUDA=auto)
+endif
+endif

@@ -1,0 +1,394 @@
+/* bench_cuda [PART]: micro-benchmarks of the CUDA backend at the 8B model's shapes, through its three tables alone.
+ * Parts: copy nf4 matmul attention small. Every line: what, time, rate, share of a device copy of the same bytes. */
+#include "kernels/comm.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { KINDS = 3, C = 4096, F = 14336, H = 32, G = 8, D = 128 };
+
+static const ql_backend *backend;
+static ql_dev *dev;
+static ql_queue q;
+static ql_event *e0, *e1;
+static double copy_rate; /* GB/s of a large device copy, read + write */
+static const char *const names[KINDS] = {"f32", "f16", "bf16"};
+
+static void must(ql_status s, const char *what)
+{
+    if (s == QL_OK) return;
+    printf("FAIL bench: %s: %s\n", what, ql_error());
+    exit(1);
+}
+
+static void *get(int64_t bytes)
+{
+    void *p = NULL;
+    must(backend->dev->alloc(dev, bytes, &p), "alloc");
+    return p;
+}
+static void put_back(void *p)
+{
+    backend->dev->free(dev, p);
+}
+
+/* Uniform in (−x, x). One block of random numbers is repeated: no kernel here depends on values. */
+static ql_tensor random_mat(ql_dtype t, int64_t rows, int64_t cols, int64_t ld, float x)
+{
+    enum { N = 1 << 20 };
+    static float *host;
+    int64_t n = rows * ld;
+    ql_tensor out = ql_mat(get(n * (int64_t)ql_dtype_size(t)), t, rows, cols, ld);
+    void *block = get(N * 4);
+    uint64_t s = 88172645463325252u;
+    if (!host) host = malloc(N * sizeof *host);
+    if (!host) exit(1);
+    for (int i = 0; i < N; i++) {
+        s ^= s << 13, s ^= s >> 7, s ^= s << 17;
+        host[i] = x * ((float)(s >> 40) / 8388608.0f - 1.0f);
+    }
+    must(backend->dev->copy(q.stream, block, host, N * 4), "copy");
+    must(backend->dev->sync(q.stream), "sync");
+    for (int64_t at = 0; at < n; at += N) {
+        int64_t k = ql_min64(N, n - at);
+        must(ql_convert(&q, ql_vec((char *)out.data + at * (int64_t)ql_dtype_size(t), t, k), ql_vec(block, QL_F32, k)),
+             "convert");
+    }
+    must(backend->dev->sync(q.stream), "sync");
+    put_back(block);
+    return out;
+}
+
+typedef ql_status (*body)(void *ctx, int round);
+
+/* Milliseconds of one call: the best of five batches of at least 10 ms each. */
+static double time_of(body f, void *ctx)
+{
+    double best = 1e30, ms = 0;
+    int n = 3, round = 0;
+    for (int i = 0; i < 3; i++) must(f(ctx, round++), "run");
+    for (int batch = -1; batch < 5; batch++) {
+        must(backend->dev->record(q.stream, e0), "record");
+        for (int i = 0; i < n; i++) must(f(ctx, round++), "run");
+        must(backend->dev->record(q.stream, e1), "record");
+        must(backend->dev->elapsed(e0, e1, &ms), "elapsed");
+        if (batch < 0) {
+            n = (int)fmax(6, fmin(400, ceil(10 / (ms / n)) + 5)) / 6 * 6;
+            continue;
+        }
+        best = fmin(best, ms / n);
+    }
+    return best;
+}
+
+static void line(const char *what, double ms, double bytes, double flops)
+{
+    printf("%-44s %9.4f ms", what, ms);
+    if (bytes > 0) printf(" %8.0f GB/s", bytes / ms * 1e-6);
+    if (bytes > 0 && copy_rate > 0) printf(" %5.1f %% of copy", 100 * bytes / ms * 1e-6 / copy_rate);
+    if (flops > 0) printf(" %7.1f TFLOP/s", flops / ms * 1e-9);
+    putchar('\n');
+    fflush(stdout);
+}
+
+/* ---- copy ---- */
+
+typedef struct {
+    char *a[6], *b[6];
+    int64_t bytes;
+} copies;
+
+static ql_status run_copy(void *ctx, int round)
+{
+    copies *c = ctx;
+    return backend->dev->copy(q.stream, c->b[round % 6], c->a[round % 6], c->bytes);
+}
+
+/* Time of a copy that reads and writes `bytes` in all, six pairs of buffers in rotation. */
+static double copy_ms(int64_t bytes)
+{
+    copies c = {.bytes = bytes / 2};
+    for (int i = 0; i < 6; i++) c.a[i] = get(c.bytes), c.b[i] = get(c.bytes);
+    double ms = time_of(run_copy, &c);
+    for (int i = 0; i < 6; i++) put_back(c.a[i]), put_back(c.b[i]);
+    return ms;
+}
+
+static void bench_copy(void)
+{
+    double bytes = 1 << 30, ms = copy_ms((int64_t)bytes);
+    copy_rate = 0;
+    line("device copy, 512 MiB read, 512 MiB written", ms, bytes, 0);
+    copy_rate = bytes / ms * 1e-6;
+}
+
+/* ---- 4-bit weights ---- */
+
+typedef struct {
+    ql_nf4 w[6];
+    ql_tensor out[6];
+} weights;
+
+static ql_status run_nf4(void *ctx, int round)
+{
+    weights *x = ctx;
+    return ql_nf4_dequant(&q, &x->out[round % 6], &x->w[round % 6], 1);
+}
+
+static void bench_nf4(ql_dtype t, int64_t rows, int64_t cols, double bar)
+{
+    char what[96];
+    weights x;
+    int64_t n = rows * cols, ld = cols + 16;
+    ql_tensor code = random_mat(QL_F32, 1, 16, 16, 1), code2 = random_mat(QL_F32, 1, 256, 256, 1);
+    for (int i = 0; i < 6; i++) {
+        ql_tensor absmax2 = random_mat(QL_F32, 1, ql_ceil_div(n, 64 * 256), ql_ceil_div(n, 64 * 256), 1);
+        /* packed and absmax8: any bytes; those of random floats are varied enough */
+        ql_tensor packed = random_mat(QL_F32, 1, n / 8, n / 8, 1), absmax = random_mat(QL_F32, 1, n / 256, n / 256, 1);
+        x.w[i] = (ql_nf4){.rows = rows, .cols = cols, .part = n, .parts = 1, .block = 64, .block2 = 256};
+        x.w[i].packed[0] = packed.data, x.w[i].absmax[0] = absmax.data, x.w[i].absmax2[0] = absmax2.data;
+        x.w[i].code = code.data, x.w[i].code2 = code2.data, x.w[i].offset = 0.03f, x.w[i].state = t;
+        x.out[i] = random_mat(t, rows, cols, ld, 1);
+    }
+    double ms = time_of(run_nf4, &x), bytes = (double)n * (0.5 + 1.0 / 64 + 4.0 / 64 / 256 + 2);
+    double copy = copy_ms((int64_t)bytes), share = 100 * copy / ms;
+    snprintf(what, sizeof what, "nf4_dequant %s %lldx%lld", names[t], (long long)rows, (long long)cols);
+    printf("%-44s %9.4f ms %8.0f GB/s %5.1f %% of a copy of the same bytes (bar %.0f)  %s\n", what, ms, bytes / ms * 1e-6,
+           share, bar, share >= bar ? "PASS" : "FAIL");
+    fflush(stdout);
+    for (int i = 0; i < 6; i++) {
+        put_back(x.out[i].data), put_back((void *)(uintptr_t)x.w[i].packed[0]);
+        put_back((void *)(uintptr_t)x.w[i].absmax[0]), put_back((void *)(uintptr_t)x.w[i].absmax2[0]);
+    }
+    put_back(code.data), put_back(code2.data);
+}
+
+/* ---- matmul ---- */
+
+typedef struct {
+    ql_tensor out, a, b, c, bias;
+    ql_trans trans;
+} product;
+
+static ql_status run_matmul(void *ctx, int round)
+{
+    product *p = ctx;
+    (void)round;
+    return ql_matmul(&q, p->out, p->a, p->b, p->trans, 1, p->c, p->bias);
+}
+
+/* pad: adapter columns behind K, part of the product and of the row stride. */
+static void bench_matmul(const char *name, ql_dtype t, int64_t m, int64_t n, int64_t k, int64_t pad, ql_trans trans,
+                         int residual)
+{
+    static const char *const kinds[] = {"NN", "NT", "TN"};
+    char what[96];
+    k += pad;
+    product p = {.trans = trans, .c = QL_NONE, .bias = QL_NONE};
+    p.a = trans == QL_TN ? random_mat(t, k, m, m, 1) : random_mat(t, m, k, k, 1);
+    p.b = trans == QL_NT ? random_mat(t, n, k, k, 0.05f) : random_mat(t, k, n, n, 0.05f);
+    p.out = random_mat(t, m, n, n, 1);
+    if (residual) p.c = random_mat(t, m, n, n, 1);
+    double ms = time_of(run_matmul, &p);
+    snprintf(what, sizeof what, "matmul %s %s %s M %lld N %lld K %lld%s", names[t], kinds[trans], name, (long long)m,
+             (long long)n, (long long)k, residual ? " +c" : "");
+    line(what, ms, 0, 2.0 * (double)m * (double)n * (double)k);
+    put_back(p.a.data), put_back(p.b.data), put_back(p.out.data);
+    if (residual) put_back(p.c.data);
+}
+
+static void bench_matmuls(void)
+{
+    for (int64_t m = 2048; m <= 8192; m *= 4)
+        for (ql_dtype t = QL_BF16; t >= QL_F16; t--) {
+            if (t == QL_F16 && m == 8192) continue;
+            bench_matmul("qkv", t, m, 6144, C, 48, QL_NT, 0);
+            bench_matmul("o", t, m, C, C, 16, QL_NT, 1);
+            bench_matmul("gate_up", t, m, 2 * F, C, 32, QL_NT, 0);
+            bench_matmul("down", t, m, C, F, 16, QL_NT, 1);
+            bench_matmul("gate_up dx", t, m, C, 2 * F, 32, QL_NN, 0);
+            bench_matmul("down dx", t, m, F, C, 16, QL_NN, 0);
+            bench_matmul("head piece", t, m, 16032, C, 0, QL_NT, 0);
+            bench_matmul("head piece dx", t, m, C, 16032, 0, QL_NN, 0);
+            bench_matmul("x A", t, m, 32, C, 0, QL_NT, 0);
+            bench_matmul("dA", t, 16, C, m, 0, QL_TN, 0);
+            bench_matmul("dB", t, F, 16, m, 0, QL_TN, 0);
+        }
+}
+
+/* ---- attention ---- */
+
+typedef struct {
+    ql_tensor q, k, v, o, lse, dout, delta, dq, dk, dv;
+    ql_attn a;
+} attn;
+
+static ql_status run_fwd(void *ctx, int round)
+{
+    attn *x = ctx;
+    (void)round;
+    return ql_attention(&q, x->o, x->lse, x->q, x->k, x->v, &x->a);
+}
+static ql_status run_bwd(void *ctx, int round)
+{
+    attn *x = ctx;
+    (void)round;
+    return ql_attention_dx(&q, x->dq, x->dk, x->dv, x->dout, x->o, x->lse, x->delta, x->q, x->k, x->v, &x->a);
+}
+
+static int64_t flops_pairs(int64_t s)
+{
+    return s * (s + 1) / 2;
+}
+
+static void bench_attention(ql_dtype t, int64_t docs, int64_t s, int64_t heads, int64_t kv, int64_t d)
+{
+    char what[96];
+    int64_t n = docs * s, wide = (heads + 2 * kv) * d;
+    int32_t *meta = malloc((size_t)docs * 2 * sizeof *meta), *on_dev = get(docs * 8);
+    attn x;
+    if (!meta) exit(1);
+    for (int64_t i = 0; i < docs; i++) meta[i] = (int32_t)(i * s), meta[docs + i] = (int32_t)s;
+    must(backend->dev->copy(q.stream, on_dev, meta, docs * 8), "copy");
+    must(backend->dev->sync(q.stream), "sync");
+    x.a = (ql_attn){heads, kv, d, 0, 1 / sqrtf((float)d), docs, on_dev, on_dev + docs, on_dev, on_dev + docs, s, s};
+    ql_tensor qkv = random_mat(t, n, wide, wide, 1), dqkv = random_mat(t, n, wide, wide, 1);
+    x.q = ql_cols(qkv, 0, heads * d), x.k = ql_cols(qkv, heads * d, kv * d), x.v = ql_cols(qkv, (heads + kv) * d, kv * d);
+    x.dq = ql_cols(dqkv, 0, heads * d), x.dk = ql_cols(dqkv, heads * d, kv * d);
+    x.dv = ql_cols(dqkv, (heads + kv) * d, kv * d);
+    x.o = random_mat(t, n, heads * d, heads * d, 1), x.dout = random_mat(t, n, heads * d, heads * d, 1);
+    x.lse = random_mat(QL_F32, n, heads, heads, 1), x.delta = random_mat(QL_F32, n, heads, heads, 1);
+    double flops = 4.0 * (double)docs * (double)flops_pairs(s) * (double)heads * (double)d;
+    snprintf(what, sizeof what, "attention %s %lldx%lld H %lld G %lld D %lld fwd", names[t], (long long)docs, (long long)s,
+             (long long)heads, (long long)kv, (long long)d);
+    line(what, time_of(run_fwd, &x), 0, flops);
+    memcpy(what + strlen(what) - 3, "bwd", 3);
+    line(what, time_of(run_bwd, &x), 0, 2.5 * flops);
+    put_back(qkv.data), put_back(dqkv.data), put_back(x.o.data), put_back(x.dout.data), put_back(x.lse.data);
+    put_back(x.delta.data), put_back(on_dev);
+    free(meta);
+}
+
+/* ---- memory-bound ops ---- */
+
+typedef struct {
+    ql_tensor a, b, c, w, pos, freq, y[6];
+    ql_ctl *ctl;
+    ql_drop drop;
+    ql_adam adam;
+} small;
+
+static ql_status run_norm(void *v, int r) { small *x = v; (void)r; return ql_rmsnorm(&q, x->b, x->a, x->w, 1e-5f); }
+static ql_status run_norm_dx(void *v, int r)
+{
+    small *x = v;
+    (void)r;
+    return ql_rmsnorm_dx(&q, x->c, x->b, x->a, x->w, 1e-5f, x->c);
+}
+static ql_status run_rope(void *v, int r) { small *x = v; (void)r; return ql_rope(&q, x->a, D, x->pos, x->freq, 1, 1); }
+static ql_status run_swiglu(void *v, int r) { small *x = v; (void)r; return ql_swiglu(&q, x->b, x->a); }
+static ql_status run_swiglu_dx(void *v, int r) { small *x = v; (void)r; return ql_swiglu_dx(&q, x->a, x->b, x->a, x->b); }
+static ql_status run_drop(void *v, int r) { small *x = v; (void)r; return ql_dropout(&q, x->b, x->a, &x->drop); }
+static ql_status run_stats(void *v, int r) { small *x = v; (void)r; return ql_ce_stats(&q, x->b, x->a, x->pos, 0); }
+static ql_status run_grad(void *v, int r)
+{
+    small *x = v;
+    (void)r;
+    return ql_ce_grad(&q, x->a, x->w, x->pos, 0, 0, 128256, x->ctl);
+}
+static ql_status run_adam(void *v, int r)
+{
+    small *x = v;
+    (void)r;
+    return ql_adamw(&q, x->y[0], x->y[1], x->y[2], x->y[3], x->ctl, &x->adam);
+}
+static ql_status run_adam8(void *v, int r)
+{
+    small *x = v;
+    (void)r;
+    return ql_adamw8(&q, x->y[0], x->a, x->b, x->y[4], x->y[5], x->y[3], x->pos, x->freq, x->ctl, &x->adam);
+}
+static ql_status run_parts(void *v, int r) { small *x = v; (void)r; return ql_norm_parts(&q, x->w, x->y[3]); }
+
+static void bench_small(ql_dtype t)
+{
+    const int64_t T = 8192, N = (int64_t)42 << 20;
+    double e = (double)ql_dtype_size(t), tokens = (double)T;
+    char what[64];
+    small x = {.adam = {QL_ADAM_TORCH, 0.9f, 0.999f, 1e-8f, 0.01f}};
+    x.ctl = get(256), x.pos = ql_vec(get(T * 8), QL_I32, T);
+    must(backend->dev->set(q.stream, x.ctl, 0, 256), "set");
+    must(backend->dev->set(q.stream, x.pos.data, 0, T * 8), "set");
+    x.freq = random_mat(QL_F32, 1, D / 2, D / 2, 1);
+    x.a = random_mat(t, T, C, C, 1), x.b = random_mat(t, T, C, C, 1), x.c = random_mat(t, T, C, C, 1);
+    x.w = random_mat(QL_F32, 1, C, C, 1);
+    x.drop = (ql_drop){1, 2, 3, 4, 0.1f, x.pos.data};
+#define LINE(name, f, bytes) snprintf(what, sizeof what, "%s %s", name, names[t]), line(what, time_of(f, &x), bytes, 0)
+    LINE("rmsnorm 8192x4096", run_norm, 2 * e * tokens * C);
+    LINE("rmsnorm_dx 8192x4096 + dres", run_norm_dx, 4 * e * tokens * C);
+    LINE("rope 8192x32x128", run_rope, 2 * e * tokens * C);
+    LINE("dropout 8192x4096", run_drop, 2 * e * tokens * C);
+    put_back(x.a.data), put_back(x.b.data), put_back(x.c.data), put_back(x.w.data);
+    x.a = random_mat(t, T, 2 * F, 2 * F, 1), x.b = random_mat(t, T, F, F, 1);
+    LINE("swiglu 8192x14336", run_swiglu, 3 * e * tokens * F);
+    LINE("swiglu_dx 8192x14336, in place", run_swiglu_dx, 6 * e * tokens * F);
+    put_back(x.a.data), put_back(x.b.data);
+    x.a = random_mat(t, T, 16032, 16032, 1), x.b = random_mat(QL_F32, T, 4, 4, 1), x.w = random_mat(QL_F32, 1, T, T, 1);
+    LINE("ce_stats 8192x16032", run_stats, e * tokens * 16032);
+    LINE("ce_grad 8192x16032", run_grad, 2 * e * tokens * 16032);
+    put_back(x.a.data), put_back(x.b.data), put_back(x.w.data);
+    if (t == QL_BF16) {
+        for (int i = 0; i < 4; i++) x.y[i] = random_mat(QL_F32, 1, N, N, 1);
+        x.w = random_mat(QL_F32, 1, N / 4096, N / 4096, 1);
+        double n = (double)N;
+        LINE("norm_parts 44 M", run_parts, 4 * n);
+        LINE("adamw 44 M", run_adam, 28 * n);
+        x.a = ql_vec(get(N), QL_U8, N), x.b = ql_vec(get(N), QL_U8, N);
+        x.y[4] = random_mat(QL_F32, 1, N / 256, N / 256, 1), x.y[5] = random_mat(QL_F32, 1, N / 256, N / 256, 1);
+        x.pos = random_mat(QL_F32, 1, 256, 256, 1), x.freq = random_mat(QL_F32, 1, 256, 256, 1);
+        LINE("adamw8 44 M", run_adam8, 16 * n);
+        for (int i = 0; i < 6; i++) put_back(x.y[i].data);
+        put_back(x.a.data), put_back(x.b.data), put_back(x.w.data);
+    }
+#undef LINE
+}
+
+int main(int argc, char **argv)
+{
+    const char *only = argc > 1 ? argv[1] : "";
+    ql_dev_info info;
+    must(ql_backend_cuda(NULL, &backend), "backend");
+    must(backend->dev->open(0, &dev), "open");
+    must(backend->dev->info(dev, &info), "info");
+    printf("%s · compute capability %d.%d · %d SMs · driver %s · %s\n", info.name, info.arch / 10, info.arch % 10,
+           info.sms, info.driver, info.libs);
+    must(backend->dev->stream_open(dev, &q.stream), "stream");
+    must(backend->dev->event_open(dev, &e0), "event");
+    must(backend->dev->event_open(dev, &e1), "event");
+    q.ops = backend->ops, q.work = get(QL_WORK_BYTES);
+    ql_dtype t = info.bf16 ? QL_BF16 : QL_F16;
+#define PART(name) (!*only || !strcmp(only, name))
+    bench_copy();
+    if (PART("nf4")) {
+        for (int i = 0; i < 2; i++) {
+            ql_dtype u = i ? QL_F16 : t;
+            if (i && u == t) break;
+            bench_nf4(u, 28672, 4096, 93), bench_nf4(u, 14336, 4096, 93);
+            bench_nf4(u, 4096, 4096, 98), bench_nf4(u, 1024, 4096, 108);
+        }
+    }
+    if (PART("small")) bench_small(t);
+    if (PART("attention")) {
+        bench_attention(t, 1, 2048, H, G, D), bench_attention(t, 4, 2048, H, G, D), bench_attention(t, 1, 8192, H, G, D);
+        bench_attention(QL_F16, 4, 2048, H, G, D), bench_attention(t, 4, 2048, H, G, 64);
+    }
+    if (PART("matmul") && info.bf16) bench_matmuls();
+    backend->dev->event_close(e0), backend->dev->event_close(e1);
+    put_back(q.work);
+    backend->dev->stream_close(q.stream);
+    backend->dev->close(dev);
+    printf("PASS bench finished\n");
+    return 0;
+}
