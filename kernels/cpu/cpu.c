@@ -37,6 +37,6 @@ const ql_ops ql_cpu_ops = {
 
 const ql_backend *ql_backend_cpu(void)
 {
-    static const ql_backend backend = {"cpu", &ql_cpu_dev, &ql_cpu_ops, NULL};
+    static const ql_backend backend = {"cpu", &ql_cpu_dev, &ql_cpu_ops, &ql_cpu_comm};
     return &backend;
 }

@@ -80,8 +80,8 @@ static inline float ql_cpu_exp(float x)
            ql_f32_from_bits((uint32_t)(k - h + 127) << 23);
 }
 
-/* The code of y: the nearest of 256 sorted values in [lower, 1], found by bitsandbytes' walk. */
-uint8_t ql_cpu_nearest(const float *table, float y, float lower);
+/* code[i] = the nearest to y[i] of 256 sorted values in [least, 1], by bitsandbytes' walk; n ≤ 256. */
+void ql_cpu_nearest(uint8_t *code, const float *table, const float *y, float least, int n);
 
 /* Σ of x[0], x[1] … by halving over n rounded up to a power of two, missing elements 0: first x[i] + x[i + half].
  * x is overwritten. */

@@ -101,36 +101,42 @@ QL_CPU_OP(nf4_quant, ql_tensor packed, ql_tensor absmax, ql_tensor in)
     return QL_OK;
 }
 
-/* The nearest entry of a sorted table of 256 in [lower, 1]: bitsandbytes' walk, its ties included. */
-uint8_t ql_cpu_nearest(const float *table, float y, float lower)
+/* The walk goes to a neighbour of y in the table, then takes the nearer of it and the last entry seen on y's
+ * other side; ties stay. All elements take a step at once, so that the loops vectorise. */
+void ql_cpu_nearest(uint8_t *code, const float *table, const float *y, float least, int n)
 {
-    int pivot = 127, upper_pivot = 255, lower_pivot = 0;
-    float upper = 1.0f, v = table[pivot];
+    enum { MAX = 256 };
+    int32_t pivot[MAX], low[MAX], high[MAX];
+    for (int i = 0; i < n; i++) pivot[i] = 127, low[i] = -1, high[i] = 255;
     for (int step = 64; step > 0; step /= 2) {
-        if (y > v) {
-            lower_pivot = pivot, lower = v, pivot += step;
-        } else {
-            upper_pivot = pivot, upper = v, pivot -= step;
+        for (int i = 0; i < n; i++) {
+            bool up = y[i] > table[pivot[i]];
+            low[i] = up ? pivot[i] : low[i];
+            high[i] = up ? high[i] : pivot[i];
+            pivot[i] += up ? step : -step;
         }
-        v = table[pivot];
     }
-    if (y > v) return (uint8_t)(y > (upper + v) * 0.5f ? upper_pivot : pivot);
-    return (uint8_t)(y < (lower + v) * 0.5f ? lower_pivot : pivot);
+    for (int i = 0; i < n; i++) {
+        float v = table[pivot[i]], below = low[i] < 0 ? least : table[low[i] < 0 ? 0 : low[i]];
+        float above = high[i] == 255 ? 1.0f : table[high[i]];
+        int32_t up = y[i] > (above + v) * 0.5f ? high[i] : pivot[i];
+        int32_t down = y[i] < (below + v) * 0.5f ? (low[i] < 0 ? 0 : low[i]) : pivot[i];
+        code[i] = (uint8_t)(y[i] > v ? up : down);
+    }
 }
 
 QL_CPU_OP(scale_quant, ql_tensor code, ql_tensor absmax2, ql_tensor absmax, ql_tensor code2, float offset)
 {
     (void)q;
-    const float *x = absmax.data, *table = code2.data;
+    const float *x = absmax.data;
+    float y[256];
     for (int64_t e = 0; e < absmax.cols; e += 256) {
         int64_t n = ql_min64(256, absmax.cols - e);
         float a = 0;
         for (int64_t i = 0; i < n; i++) a = fmaxf(a, fabsf(x[e + i] - offset));
         float r = 1.0f / a;
-        for (int64_t i = 0; i < n; i++) {
-            float y = (x[e + i] - offset) * r;
-            ((uint8_t *)code.data)[e + i] = ql_cpu_nearest(table, y, -1.0f);
-        }
+        for (int64_t i = 0; i < n; i++) y[i] = (x[e + i] - offset) * r;
+        ql_cpu_nearest((uint8_t *)code.data + e, code2.data, y, *(const float *)code2.data, (int)n);
         ((float *)absmax2.data)[e / 256] = a;
     }
     return QL_OK;

@@ -104,22 +104,25 @@ typedef struct {
 
 static void adam8_block(const adam8 *k, float *p, uint8_t *m8, uint8_t *v8, float *m2, float *v2, const float *g)
 {
-    float m[B8], v[B8], top1 = 0, top2 = 0;
+    float m[B8], v[B8], a[B8], b[B8], top1 = 0, top2 = 0;
     for (int i = 0; i < B8; i++) {
         bool finite = isfinite(g[i]); /* else the states restart at 0 and the weight stays */
         float x = g[i] * k->mul;
         m[i] = finite ? k->code1[m8[i]] * *m2 * k->b1 + k->w1 * x : 0.0f;
         v[i] = finite ? k->code2[v8[i]] * *v2 * k->b2 + k->w2 * x * x : 0.0f;
         if (finite) p[i] = (p[i] + k->step * (m[i] / (sqrtf(v[i]) + k->eps))) * k->keep;
-        top1 = fmaxf(top1, fabsf(m[i]));
-        top2 = fmaxf(top2, fabsf(v[i]));
     }
     for (int i = 0; i < B8; i++) {
-        uint8_t c = ql_cpu_nearest(k->code1, m[i] / top1, -1.0f);
+        top1 = fmaxf(top1, fabsf(m[i]));
+        top2 = fmaxf(top2, v[i]);
+    }
+    for (int i = 0; i < B8; i++) a[i] = m[i] / top1, b[i] = v[i] / top2;
+    ql_cpu_nearest(m8, k->code1, a, -1.0f, B8);
+    ql_cpu_nearest(v8, k->code2, b, 0.0f, B8);
+    for (int i = 0; i < B8; i++) {
         /* The sign survives the rounding; the wrap-around of an all-zero block is bitsandbytes' own. */
-        if (!signbit(k->code1[c]) != !signbit(m[i])) c = (uint8_t)(m[i] > 0 ? c + 1 : c - 1);
-        m8[i] = c;
-        v8[i] = ql_cpu_nearest(k->code2, v[i] / top2, 0.0f);
+        int fix = m[i] > 0 ? 1 : -1;
+        if (!signbit(k->code1[m8[i]]) != !signbit(m[i])) m8[i] = (uint8_t)(m8[i] + fix);
     }
     *m2 = top1;
     *v2 = top2;
