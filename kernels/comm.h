@@ -72,6 +72,8 @@ typedef struct {
     int64_t calls, flops, bytes, allocated, peak;
 } ql_null_counts;
 ql_null_counts ql_null_take(void); /* returns and resets */
+/* How many devices the null backend has, of how many bytes each: 8 of 1 TiB unless said otherwise. For devices opened later. */
+void ql_null_configure(int devices, int64_t bytes);
 
 #ifdef __cplusplus
 }
