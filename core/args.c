@@ -120,7 +120,8 @@ static void read_records(const ql_job *job, ql_args *a)
     a->eval_every = every(job, "eval_strategy");
     a->save_every = every(job, "save_strategy");
     a->logging_steps = ql_job_float(job, "logging_steps");
-    a->eval_steps = ql_job_is_set(job, "eval_steps") ? ql_job_float(job, "eval_steps") : a->logging_steps;
+    a->eval_steps_set = ql_job_is_set(job, "eval_steps");
+    a->eval_steps = a->eval_steps_set ? ql_job_float(job, "eval_steps") : a->logging_steps;
     a->save_steps = ql_job_float(job, "save_steps");
     a->eval_delay = ql_job_float(job, "eval_delay");
     a->log_first = ql_job_bool(job, "logging_first_step");

@@ -52,6 +52,7 @@ typedef struct {
     /* records */
     ql_every log_every, eval_every, save_every;
     double logging_steps, eval_steps, save_steps, eval_delay;
+    bool eval_steps_set;   /* eval_steps was given; else it is logging_steps */
     bool log_first, nan_filter, eval_on_start, save_only_model, load_best, greater_is_better;
     bool track_best;       /* metric_for_best_model is set, or load_best, or save_strategy best */
     ql_token_count count_tokens;
