@@ -1,5 +1,6 @@
-/* The checked wrappers: shapes, dtypes and aliasing are tested here, once for every backend, and the
- * messages name the op, the tensor, what was found and what is needed. Empty work returns at once. */
+/* The checked wrappers: shapes, dtypes and aliasing are tested here, once for every backend, and
+ * the messages name the op, the tensor, what was found and what is needed. Empty work returns at
+ * once. */
 #include "kernels/ops.h"
 
 #include <limits.h>
@@ -11,7 +12,7 @@ enum {
     I32 = 1 << QL_I32,
     FLOAT = 1 << QL_F32 | 1 << QL_F16 | 1 << QL_BF16,
 };
-#define ANY (-1)
+#define ANY        (-1)
 #define ONE(dtype) (1 << (dtype))
 
 typedef struct {
@@ -49,8 +50,8 @@ static ql_status want(const char *op, arg a, int64_t rows, int64_t cols, int dty
     int64_t size = (int64_t)ql_dtype_size(t.dtype);
     if (size == 0 || !(dtypes & ONE(t.dtype))) return bad_dtype(op, a, dtypes);
     if (t.rows < 0 || t.cols < 0 || t.ld < t.cols || (t.ld > 0 && t.rows > INT64_MAX / 8 / t.ld))
-        QL_FAIL(QL_EINVAL, "%s: %s is (%lld, %lld) with a row stride of %lld, which is no tensor", op,
-                a.name, (long long)t.rows, (long long)t.cols, (long long)t.ld);
+        QL_FAIL(QL_EINVAL, "%s: %s is (%lld, %lld) with a row stride of %lld, which is no tensor",
+                op, a.name, (long long)t.rows, (long long)t.cols, (long long)t.ld);
     if ((rows != ANY && t.rows != rows) || (cols != ANY && t.cols != cols))
         QL_FAIL(QL_EINVAL, "%s: %s is (%lld, %lld), needed is (%lld, %lld)%s", op, a.name,
                 (long long)t.rows, (long long)t.cols, (long long)rows, (long long)cols,
@@ -59,16 +60,16 @@ static ql_status want(const char *op, arg a, int64_t rows, int64_t cols, int dty
         QL_FAIL(QL_EINVAL, "%s: %s (%lld, %lld) has no memory", op, a.name, (long long)t.rows,
                 (long long)t.cols);
     if ((uintptr_t)t.data % (uintptr_t)size)
-        QL_FAIL(QL_EINVAL, "%s: %s at %p is not aligned to its %lld-byte elements", op, a.name, t.data,
-                (long long)size);
+        QL_FAIL(QL_EINVAL, "%s: %s at %p is not aligned to its %lld-byte elements", op, a.name,
+                t.data, (long long)size);
     return QL_OK;
 }
 
 static ql_status want_flat(const char *op, arg a)
 {
     if (!contiguous(a.t))
-        QL_FAIL(QL_EINVAL, "%s: %s has a row stride of %lld for %lld columns, needed is contiguous", op,
-                a.name, (long long)a.t.ld, (long long)a.t.cols);
+        QL_FAIL(QL_EINVAL, "%s: %s has a row stride of %lld for %lld columns, needed is contiguous",
+                op, a.name, (long long)a.t.ld, (long long)a.t.cols);
     return QL_OK;
 }
 
@@ -106,12 +107,12 @@ static ql_status apart(const char *op, arg a, arg b)
 static ql_status same_or_apart(const char *op, arg a, arg b)
 {
     if (!same_view(a.t, b.t) && overlap(a.t, b.t))
-        QL_FAIL(QL_EINVAL, "%s: %s overlaps %s in part: it may be the same tensor or another one", op,
-                a.name, b.name);
+        QL_FAIL(QL_EINVAL, "%s: %s overlaps %s in part: it may be the same tensor or another one",
+                op, a.name, b.name);
     return QL_OK;
 }
 
-/* ---- copies and conversions ---------------------------------------------------------------------- */
+/* ---- copies and conversions ------------------------------------------------------------------ */
 
 ql_status ql_convert(const ql_queue *q, ql_tensor out, ql_tensor in)
 {
@@ -165,7 +166,7 @@ ql_status ql_check_finite(const ql_queue *q, ql_tensor flag, ql_tensor in)
     return empty(in) ? QL_OK : q->ops->check_finite(q, flag, in);
 }
 
-/* ---- 4-bit weights ------------------------------------------------------------------------------- */
+/* ---- 4-bit weights --------------------------------------------------------------------------- */
 
 static bool power_of_two(int64_t x)
 {
@@ -176,22 +177,22 @@ static ql_status want_nf4(const ql_nf4 *w, int i)
 {
     const char *op = "nf4_dequant";
     if (w->rows < 0 || w->cols < 0 || (w->cols > 0 && w->rows > INT64_MAX / 8 / w->cols))
-        QL_FAIL(QL_EINVAL, "%s: w[%d] is (%lld, %lld), which is no matrix", op, i, (long long)w->rows,
-                (long long)w->cols);
+        QL_FAIL(QL_EINVAL, "%s: w[%d] is (%lld, %lld), which is no matrix", op, i,
+                (long long)w->rows, (long long)w->cols);
     int64_t total = w->rows * w->cols;
     if (!power_of_two(w->block) || w->block < 16 || w->block > 4096 ||
         (w->block2 != 0 && !power_of_two(w->block2)))
         QL_FAIL(QL_EINVAL,
-                "%s: w[%d] has blocks of %d and %d: needed are powers of two, 16 to 4096 the first", op, i,
-                w->block, w->block2);
+                "%s: w[%d] has blocks of %d and %d: needed are powers of two, 16 to 4096 the first",
+                op, i, w->block, w->block2);
     int64_t grain = (int64_t)w->block * (w->block2 ? w->block2 : 1);
-    if (w->parts < 1 || w->parts > QL_MAX_PARTS || w->part < 1 || w->part > INT64_MAX / QL_MAX_PARTS ||
-        w->parts * w->part < total)
+    if (w->parts < 1 || w->parts > QL_MAX_PARTS || w->part < 1 ||
+        w->part > INT64_MAX / QL_MAX_PARTS || w->parts * w->part < total)
         QL_FAIL(QL_EINVAL, "%s: w[%d] has %d pieces (at most %d) of %lld weights for %lld", op, i,
                 w->parts, QL_MAX_PARTS, (long long)w->part, (long long)total);
     if (w->part % grain)
-        QL_FAIL(QL_EINVAL, "%s: w[%d] has pieces of %lld weights, needed is a multiple of %lld", op, i,
-                (long long)w->part, (long long)grain);
+        QL_FAIL(QL_EINVAL, "%s: w[%d] has pieces of %lld weights, needed is a multiple of %lld", op,
+                i, (long long)w->part, (long long)grain);
     if (!w->code || (w->block2 && !w->code2))
         QL_FAIL(QL_EINVAL, "%s: w[%d] has no table %s", op, i, w->code ? "code2" : "code");
     if (!ql_dtype_float(w->state))
@@ -243,7 +244,7 @@ ql_status ql_scale_quant(const ql_queue *q, ql_tensor code, ql_tensor absmax2, q
     return absmax.cols == 0 ? QL_OK : q->ops->scale_quant(q, code, absmax2, absmax, code2, offset);
 }
 
-/* ---- matmul -------------------------------------------------------------------------------------- */
+/* ---- matmul ---------------------------------------------------------------------------------- */
 
 ql_status ql_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, ql_tensor b, ql_trans trans,
                     float alpha, ql_tensor c, ql_tensor bias)
@@ -276,7 +277,7 @@ ql_status ql_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, ql_tensor b, 
     return empty(out) ? QL_OK : q->ops->matmul(q, out, a, b, trans, alpha, c, bias);
 }
 
-/* ---- norm, rotation, activation ------------------------------------------------------------------ */
+/* ---- norm, rotation, activation -------------------------------------------------------------- */
 
 static ql_status want_norm(const char *op, ql_tensor x, ql_tensor w, float eps)
 {
@@ -298,8 +299,8 @@ ql_status ql_rmsnorm(const ql_queue *q, ql_tensor y, ql_tensor x, ql_tensor w, f
     return empty(y) ? QL_OK : q->ops->rmsnorm(q, y, x, w, eps);
 }
 
-ql_status ql_rmsnorm_dx(const ql_queue *q, ql_tensor dx, ql_tensor dy, ql_tensor x, ql_tensor w, float eps,
-                        ql_tensor dres)
+ql_status ql_rmsnorm_dx(const ql_queue *q, ql_tensor dx, ql_tensor dy, ql_tensor x, ql_tensor w,
+                        float eps, ql_tensor dres)
 {
     QL_TRY(want_norm("rmsnorm_dx", x, w, eps));
     QL_TRY(want("rmsnorm_dx", ARG(dx), x.rows, x.cols, FLOAT));
@@ -319,7 +320,8 @@ ql_status ql_rope(const ql_queue *q, ql_tensor x, int64_t head_dim, ql_tensor po
 {
     QL_TRY(want("rope", ARG(x), ANY, ANY, FLOAT));
     if (head_dim < 2 || head_dim % 2 || x.cols % head_dim)
-        QL_FAIL(QL_EINVAL, "rope: x has %lld columns, needed is a multiple of an even head size, not %lld",
+        QL_FAIL(QL_EINVAL,
+                "rope: x has %lld columns, needed is a multiple of an even head size, not %lld",
                 (long long)x.cols, (long long)head_dim);
     if (sign != 1 && sign != -1) QL_FAIL(QL_EINVAL, "rope: sign is %d, needed is 1 or -1", sign);
     QL_TRY(want("rope", ARG(pos), 1, x.rows, I32));
@@ -357,7 +359,8 @@ static ql_status want_drop(const char *op, ql_tensor out, ql_tensor in, const ql
 {
     QL_TRY(want(op, ARG(in), ANY, ANY, FLOAT));
     QL_TRY(want(op, ARG(out), in.rows, in.cols, ONE(in.dtype)));
-    if (!(d->p >= 0 && d->p < 1)) QL_FAIL(QL_EINVAL, "%s: p is %g, needed is 0 <= p < 1", op, (double)d->p);
+    if (!(d->p >= 0 && d->p < 1))
+        QL_FAIL(QL_EINVAL, "%s: p is %g, needed is 0 <= p < 1", op, (double)d->p);
     if (d->site > 15) QL_FAIL(QL_EINVAL, "%s: site is %u, at most 15", op, (unsigned)d->site);
     if (in.rows > 0 && !d->token) QL_FAIL(QL_EINVAL, "%s: token has no memory", op);
     return QL_OK;
@@ -377,10 +380,10 @@ ql_status ql_dropout_add(const ql_queue *q, ql_tensor out, ql_tensor in, const q
     return empty(out) ? QL_OK : q->ops->dropout_add(q, out, in, d);
 }
 
-/* ---- attention ----------------------------------------------------------------------------------- */
+/* ---- attention ------------------------------------------------------------------------------- */
 
-static ql_status want_attention(const char *op, ql_tensor o, ql_tensor lse, ql_tensor q, ql_tensor k,
-                                ql_tensor v, const ql_attn *a)
+static ql_status want_attention(const char *op, ql_tensor o, ql_tensor lse, ql_tensor q,
+                                ql_tensor k, ql_tensor v, const ql_attn *a)
 {
     if (a->head_dim < 8 || a->head_dim > 128 || a->head_dim % 8)
         QL_FAIL(QL_EINVAL, "%s: the head size is %lld, needed is a multiple of 8 up to 128", op,
@@ -389,10 +392,12 @@ static ql_status want_attention(const char *op, ql_tensor o, ql_tensor lse, ql_t
         QL_FAIL(QL_EINVAL, "%s: %lld query heads do not divide among %lld key heads", op,
                 (long long)a->heads, (long long)a->kv_heads);
     if (a->docs < 0 || a->window < 0 || a->q_max < 0 || a->k_max < 0)
-        QL_FAIL(QL_EINVAL, "%s: negative counts: docs %lld, window %lld, q_max %lld, k_max %lld", op,
-                (long long)a->docs, (long long)a->window, (long long)a->q_max, (long long)a->k_max);
+        QL_FAIL(QL_EINVAL, "%s: negative counts: docs %lld, window %lld, q_max %lld, k_max %lld",
+                op, (long long)a->docs, (long long)a->window, (long long)a->q_max,
+                (long long)a->k_max);
     if (a->docs > 0 && (!a->q_start || !a->q_len || !a->k_start || !a->k_len))
-        QL_FAIL(QL_EINVAL, "%s: %lld documents without their starts and lengths", op, (long long)a->docs);
+        QL_FAIL(QL_EINVAL, "%s: %lld documents without their starts and lengths", op,
+                (long long)a->docs);
     int64_t c = a->heads * a->head_dim, ck = a->kv_heads * a->head_dim;
     QL_TRY(want(op, ARG(q), ANY, c, FLOAT));
     QL_TRY(want(op, ARG(k), ANY, ck, ONE(q.dtype)));
@@ -403,8 +408,8 @@ static ql_status want_attention(const char *op, ql_tensor o, ql_tensor lse, ql_t
     return want(op, ARG(lse), q.rows, a->heads, F32);
 }
 
-ql_status ql_attention(const ql_queue *q, ql_tensor o, ql_tensor lse, ql_tensor qt, ql_tensor k, ql_tensor v,
-                       const ql_attn *a)
+ql_status ql_attention(const ql_queue *q, ql_tensor o, ql_tensor lse, ql_tensor qt, ql_tensor k,
+                       ql_tensor v, const ql_attn *a)
 {
     const char *op = "attention";
     QL_TRY(want_attention(op, o, lse, qt, k, v, a));
@@ -415,9 +420,9 @@ ql_status ql_attention(const ql_queue *q, ql_tensor o, ql_tensor lse, ql_tensor 
     return a->docs == 0 || empty(qt) ? QL_OK : q->ops->attention(q, o, lse, qt, k, v, a);
 }
 
-ql_status ql_attention_dx(const ql_queue *q, ql_tensor dq, ql_tensor dk, ql_tensor dv, ql_tensor dout,
-                          ql_tensor o, ql_tensor lse, ql_tensor delta, ql_tensor qt, ql_tensor k, ql_tensor v,
-                          const ql_attn *a)
+ql_status ql_attention_dx(const ql_queue *q, ql_tensor dq, ql_tensor dk, ql_tensor dv,
+                          ql_tensor dout, ql_tensor o, ql_tensor lse, ql_tensor delta, ql_tensor qt,
+                          ql_tensor k, ql_tensor v, const ql_attn *a)
 {
     const char *op = "attention_dx";
     QL_TRY(want_attention(op, o, lse, qt, k, v, a));
@@ -436,16 +441,18 @@ ql_status ql_attention_dx(const ql_queue *q, ql_tensor dq, ql_tensor dk, ql_tens
     return q->ops->attention_dx(q, dq, dk, dv, dout, o, lse, delta, qt, k, v, a);
 }
 
-/* ---- loss ---------------------------------------------------------------------------------------- */
+/* ---- loss ------------------------------------------------------------------------------------ */
 
-ql_status ql_ce_stats(const ql_queue *q, ql_tensor stats, ql_tensor logits, ql_tensor target, int64_t v0)
+ql_status ql_ce_stats(const ql_queue *q, ql_tensor stats, ql_tensor logits, ql_tensor target,
+                      int64_t v0)
 {
     QL_TRY(want("ce_stats", ARG(logits), ANY, ANY, FLOAT));
     QL_TRY(want("ce_stats", ARG(stats), logits.rows, 4, F32));
     QL_TRY(want("ce_stats", ARG(target), 1, logits.rows, I32));
     QL_TRY(apart("ce_stats", ARG(stats), ARG(logits)));
     if (v0 < 0 || logits.cols < 1)
-        QL_FAIL(QL_EINVAL, "ce_stats: a piece of %lld columns at %lld", (long long)logits.cols, (long long)v0);
+        QL_FAIL(QL_EINVAL, "ce_stats: a piece of %lld columns at %lld", (long long)logits.cols,
+                (long long)v0);
     return empty(stats) ? QL_OK : q->ops->ce_stats(q, stats, logits, target, v0);
 }
 
@@ -465,8 +472,8 @@ static ql_status want_smoothing(const char *op, float smoothing, int64_t vocab)
     return QL_OK;
 }
 
-ql_status ql_ce_loss(const ql_queue *q, ql_tensor nll, ql_tensor lse, ql_tensor stats, ql_tensor target,
-                     float smoothing, int64_t vocab)
+ql_status ql_ce_loss(const ql_queue *q, ql_tensor nll, ql_tensor lse, ql_tensor stats,
+                     ql_tensor target, float smoothing, int64_t vocab)
 {
     QL_TRY(want("ce_loss", ARG(stats), ANY, 4, F32));
     QL_TRY(want("ce_loss", ARG(nll), 1, stats.rows, F32));
@@ -479,8 +486,8 @@ ql_status ql_ce_loss(const ql_queue *q, ql_tensor nll, ql_tensor lse, ql_tensor 
     return stats.rows == 0 ? QL_OK : q->ops->ce_loss(q, nll, lse, stats, target, smoothing, vocab);
 }
 
-ql_status ql_ce_grad(const ql_queue *q, ql_tensor logits, ql_tensor lse, ql_tensor target, int64_t v0,
-                     float smoothing, int64_t vocab, const ql_ctl *ctl)
+ql_status ql_ce_grad(const ql_queue *q, ql_tensor logits, ql_tensor lse, ql_tensor target,
+                     int64_t v0, float smoothing, int64_t vocab, const ql_ctl *ctl)
 {
     QL_TRY(want("ce_grad", ARG(logits), ANY, ANY, FLOAT));
     QL_TRY(want("ce_grad", ARG(lse), 1, logits.rows, F32));
@@ -491,7 +498,8 @@ ql_status ql_ce_grad(const ql_queue *q, ql_tensor logits, ql_tensor lse, ql_tens
         QL_FAIL(QL_EINVAL, "ce_grad: columns %lld to %lld of a vocabulary of %lld", (long long)v0,
                 (long long)(v0 + logits.cols), (long long)vocab);
     if (!ctl) QL_FAIL(QL_EINVAL, "ce_grad: ctl is missing");
-    return empty(logits) ? QL_OK : q->ops->ce_grad(q, logits, lse, target, v0, smoothing, vocab, ctl);
+    return empty(logits) ? QL_OK
+                         : q->ops->ce_grad(q, logits, lse, target, v0, smoothing, vocab, ctl);
 }
 
 /* One level of the halving fits the workspace. */
@@ -512,7 +520,7 @@ ql_status ql_sum(const ql_queue *q, ql_tensor out, ql_tensor in)
     return q->ops->sum(q, out, in);
 }
 
-/* ---- optimizer ----------------------------------------------------------------------------------- */
+/* ---- optimizer ------------------------------------------------------------------------------- */
 
 static ql_status want_blocks(const char *op, arg a)
 {
@@ -543,7 +551,8 @@ ql_status ql_clip_step(const ql_queue *q, ql_ctl *ctl, ql_tensor part, const ql_
     return q->ops->clip(q, ctl, part, c);
 }
 
-static ql_status want_adam(const char *op, ql_tensor p, ql_tensor g, const ql_ctl *ctl, const ql_adam *a)
+static ql_status want_adam(const char *op, ql_tensor p, ql_tensor g, const ql_ctl *ctl,
+                           const ql_adam *a)
 {
     QL_TRY(want_blocks(op, ARG(p)));
     QL_TRY(want(op, ARG(g), 1, p.cols, F32));
@@ -556,8 +565,8 @@ static ql_status want_adam(const char *op, ql_tensor p, ql_tensor g, const ql_ct
     return QL_OK;
 }
 
-ql_status ql_adamw(const ql_queue *q, ql_tensor p, ql_tensor m, ql_tensor v, ql_tensor g, const ql_ctl *ctl,
-                   const ql_adam *a)
+ql_status ql_adamw(const ql_queue *q, ql_tensor p, ql_tensor m, ql_tensor v, ql_tensor g,
+                   const ql_ctl *ctl, const ql_adam *a)
 {
     QL_TRY(want_adam("adamw", p, g, ctl, a));
     QL_TRY(want("adamw", ARG(m), 1, p.cols, F32));
@@ -568,8 +577,9 @@ ql_status ql_adamw(const ql_queue *q, ql_tensor p, ql_tensor m, ql_tensor v, ql_
     return empty(p) ? QL_OK : q->ops->adamw(q, p, m, v, g, ctl, a);
 }
 
-ql_status ql_adamw8(const ql_queue *q, ql_tensor p, ql_tensor m8, ql_tensor v8, ql_tensor m2, ql_tensor v2,
-                    ql_tensor g, ql_tensor code1, ql_tensor code2, const ql_ctl *ctl, const ql_adam *a)
+ql_status ql_adamw8(const ql_queue *q, ql_tensor p, ql_tensor m8, ql_tensor v8, ql_tensor m2,
+                    ql_tensor v2, ql_tensor g, ql_tensor code1, ql_tensor code2, const ql_ctl *ctl,
+                    const ql_adam *a)
 {
     QL_TRY(want_adam("adamw8", p, g, ctl, a));
     QL_TRY(want("adamw8", ARG(m8), 1, p.cols, U8));

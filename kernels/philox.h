@@ -1,5 +1,5 @@
-/* Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), for C and CUDA.
- * Dropout's counters are laid out in ops.h, at ql_drop. */
+/* Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), for C and
+ * CUDA. Dropout's counters are laid out in ops.h, at ql_drop. */
 #ifndef QL_PHILOX_H
 #define QL_PHILOX_H
 
@@ -31,8 +31,8 @@ QL_PHILOX_FN ql_philox4 ql_philox(ql_philox4 c, uint32_t key0, uint32_t key1)
 }
 
 /* The four words of columns 4·group … 4·group + 3 for one token. */
-QL_PHILOX_FN ql_philox4 ql_philox_drop(uint64_t seed, uint32_t step, uint32_t layer, uint32_t site, int64_t token,
-                                       uint32_t group)
+QL_PHILOX_FN ql_philox4 ql_philox_drop(uint64_t seed, uint32_t step, uint32_t layer, uint32_t site,
+                                       int64_t token, uint32_t group)
 {
     ql_philox4 c;
     c.x[0] = group;

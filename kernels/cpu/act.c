@@ -54,7 +54,8 @@ static void mask_of(float *mask, const ql_drop *d, int64_t token, int64_t c, int
     uint32_t bar = ql_philox_bar(d->p);
     float scale = 1.0f / (1.0f - d->p);
     for (int64_t j = 0; j < n; j += 4) {
-        ql_philox4 w = ql_philox_drop(d->seed, d->step, d->layer, d->site, token, (uint32_t)((c + j) / 4));
+        ql_philox4 w =
+            ql_philox_drop(d->seed, d->step, d->layer, d->site, token, (uint32_t)((c + j) / 4));
         for (int k = 0; k < 4; k++) mask[j + k] = w.x[k] >= bar ? scale : 0.0f;
     }
 }

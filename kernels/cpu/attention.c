@@ -1,5 +1,6 @@
-/* Ragged causal attention, forward and backward, in blocks of QB queries × KB keys: the products by BLAS,
- * the softmax streaming over the key blocks. Everything is fp32; 16-bit rows are widened block by block. */
+/* Ragged causal attention, forward and backward, in blocks of QB queries × KB keys: the products by
+ * BLAS, the softmax streaming over the key blocks. Everything is fp32; 16-bit rows are widened
+ * block by block. */
 #include "kernels/cpu/cpu.h"
 
 #include <cblas.h>
@@ -16,7 +17,7 @@ enum {
 /* The workspace's blocks. */
 typedef struct {
     float q[QB * D_MAX], k[KB * D_MAX], v[KB * D_MAX], o[QB * D_MAX], d[QB * D_MAX]; /* rows of D */
-    float s[QB * KB], ds[QB * KB];                                                   /* rows of KB */
+    float s[QB * KB], ds[QB * KB]; /* rows of KB */
     float m[QB], l[QB];
 } blocks;
 
@@ -44,17 +45,21 @@ static ql_status inside(const char *op, const ql_attn *a, int64_t tq, int64_t tk
 {
     for (int64_t d = 0; d < a->docs; d++) {
         int64_t q0 = a->q_start[d], ql = a->q_len[d], k0 = a->k_start[d], kl = a->k_len[d];
-        if (q0 < 0 || ql < 0 || k0 < 0 || kl < 0 || q0 + ql > tq || k0 + kl > tk || ql > a->q_max || kl > a->k_max)
+        if (q0 < 0 || ql < 0 || k0 < 0 || kl < 0 || q0 + ql > tq || k0 + kl > tk || ql > a->q_max ||
+            kl > a->k_max)
             QL_FAIL(QL_EINVAL,
-                    "%s: document %lld has queries %lld+%lld of %lld (at most %lld) and keys %lld+%lld of %lld "
+                    "%s: document %lld has queries %lld+%lld of %lld (at most %lld) and keys "
+                    "%lld+%lld of %lld "
                     "(at most %lld)",
-                    op, (long long)d, (long long)q0, (long long)ql, (long long)tq, (long long)a->q_max,
-                    (long long)k0, (long long)kl, (long long)tk, (long long)a->k_max);
+                    op, (long long)d, (long long)q0, (long long)ql, (long long)tq,
+                    (long long)a->q_max, (long long)k0, (long long)kl, (long long)tk,
+                    (long long)a->k_max);
     }
     return QL_OK;
 }
 
-/* The keys [*lo, *hi) that query i sees, cut to the block [j0, j1) and counted from j0; lo ≥ hi: none. */
+/* The keys [*lo, *hi) that query i sees, cut to the block [j0, j1) and counted from j0; lo ≥ hi:
+ * none. */
 static void seen(const head *x, int64_t i, int64_t j0, int64_t j1, int64_t *lo, int64_t *hi)
 {
     int64_t pos = i + x->off, first = x->a->window > 0 ? pos - x->a->window + 1 : 0;
@@ -71,16 +76,18 @@ static void range(const head *x, int64_t i0, int64_t i1, int64_t *j0, int64_t *j
 }
 
 /* c (m × n, row stride ldc) = alpha · op(a) op(b) + beta · c. */
-static void mul(int ta, int tb, int64_t m, int64_t n, int64_t k, float alpha, const float *a, int lda,
-                const float *b, int ldb, float beta, float *c, int ldc)
+static void mul(int ta, int tb, int64_t m, int64_t n, int64_t k, float alpha, const float *a,
+                int lda, const float *b, int ldb, float beta, float *c, int ldc)
 {
-    cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, (int)m, (int)n,
-                (int)k, alpha, a, lda, b, ldb, beta, c, ldc);
+    cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans,
+                (int)m, (int)n, (int)k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
-/* ---- forward ------------------------------------------------------------------------------------ */
+/* ---- forward ------------------------------------------------------------------------------------
+ */
 
-/* Row r of s becomes exp(s − m) over [lo, hi) and 0 elsewhere; m, l and the row of o are carried over. */
+/* Row r of s becomes exp(s − m) over [lo, hi) and 0 elsewhere; m, l and the row of o are carried
+ * over. */
 static void soften(blocks *w, int64_t r, int64_t lo, int64_t hi, int64_t n, int D)
 {
     float *restrict s = w->s + r * KB, *restrict o = w->o + r * D;
@@ -99,8 +106,8 @@ static void soften(blocks *w, int64_t r, int64_t lo, int64_t hi, int64_t n, int 
     for (int j = 0; j < D; j++) o[j] *= carry;
 }
 
-static void forward(const head *x, ql_tensor o, ql_tensor lse, int64_t h, ql_tensor q, ql_tensor k, ql_tensor v,
-                    int64_t i0)
+static void forward(const head *x, ql_tensor o, ql_tensor lse, int64_t h, ql_tensor q, ql_tensor k,
+                    ql_tensor v, int64_t i0)
 {
     blocks *w = x->w;
     int D = x->D, ldq = 0, ldk = 0, ldv = 0;
@@ -128,7 +135,8 @@ static void forward(const head *x, ql_tensor o, ql_tensor lse, int64_t h, ql_ten
     }
 }
 
-QL_CPU_OP(attention, ql_tensor o, ql_tensor lse, ql_tensor qt, ql_tensor k, ql_tensor v, const ql_attn *a)
+QL_CPU_OP(attention, ql_tensor o, ql_tensor lse, ql_tensor qt, ql_tensor k, ql_tensor v,
+          const ql_attn *a)
 {
     QL_TRY(inside("attention", a, qt.rows, k.rows));
     for (int64_t doc = 0; doc < a->docs; doc++) {
@@ -140,7 +148,8 @@ QL_CPU_OP(attention, ql_tensor o, ql_tensor lse, ql_tensor qt, ql_tensor k, ql_t
     return QL_OK;
 }
 
-/* ---- backward ----------------------------------------------------------------------------------- */
+/* ---- backward -----------------------------------------------------------------------------------
+ */
 
 typedef struct {
     ql_tensor dq, dout, o, lse, delta, q, k, v;
@@ -149,7 +158,8 @@ typedef struct {
 } grads;
 
 /* Row r: p = exp(s − lse) over [lo, hi), ds = p (dp − delta) · scale; 0 elsewhere. */
-static void soften_dx(blocks *w, int64_t r, int64_t lo, int64_t hi, int64_t n, float lse, float delta, float scale)
+static void soften_dx(blocks *w, int64_t r, int64_t lo, int64_t hi, int64_t n, float lse,
+                      float delta, float scale)
 {
     float *restrict s = w->s + r * KB, *restrict ds = w->ds + r * KB;
     lo = ql_min64(lo, n), hi = ql_max64(hi, lo);
@@ -215,20 +225,23 @@ static void sums_end(const grads *g, const head *x, ql_tensor dk, ql_tensor dv, 
     }
 }
 
-QL_CPU_OP(attention_dx, ql_tensor dq, ql_tensor dk, ql_tensor dv, ql_tensor dout, ql_tensor o, ql_tensor lse,
-          ql_tensor delta, ql_tensor qt, ql_tensor k, ql_tensor v, const ql_attn *a)
+QL_CPU_OP(attention_dx, ql_tensor dq, ql_tensor dk, ql_tensor dv, ql_tensor dout, ql_tensor o,
+          ql_tensor lse, ql_tensor delta, ql_tensor qt, ql_tensor k, ql_tensor v, const ql_attn *a)
 {
-    _Static_assert(sizeof(blocks) + SUM_FLOATS * sizeof(float) <= (size_t)QL_WORK_BYTES, "workspace");
+    _Static_assert(sizeof(blocks) + SUM_FLOATS * sizeof(float) <= (size_t)QL_WORK_BYTES,
+                   "workspace");
     float *work = (float *)q->work + sizeof(blocks) / sizeof(float);
     int64_t group = a->heads / a->kv_heads;
     grads g = {.dq = dq, .dout = dout, .o = o, .lse = lse, .delta = delta, .q = qt, .k = k, .v = v};
     QL_TRY(inside("attention_dx", a, qt.rows, k.rows));
     for (int64_t doc = 0; doc < a->docs; doc++) {
         if (a->q_len[doc] != a->k_len[doc])
-            QL_FAIL(QL_EINVAL, "attention_dx: document %lld has %d queries for %d keys, needed are as many",
+            QL_FAIL(QL_EINVAL,
+                    "attention_dx: document %lld has %d queries for %d keys, needed are as many",
                     (long long)doc, (int)a->q_len[doc], (int)a->k_len[doc]);
         if (dk.dtype != QL_F32 && 2 * a->k_len[doc] * a->head_dim > SUM_FLOATS)
-            QL_FAIL(QL_ENOSUP, "attention_dx: document %lld has %d tokens; in %s the CPU sums at most %lld",
+            QL_FAIL(QL_ENOSUP,
+                    "attention_dx: document %lld has %d tokens; in %s the CPU sums at most %lld",
                     (long long)doc, (int)a->k_len[doc], ql_dtype_name(dk.dtype),
                     (long long)(SUM_FLOATS / 2 / a->head_dim));
         for (int64_t h = 0; h < a->heads; h++) {

@@ -1,6 +1,7 @@
-/* Collectives of forked ranks over one shared block. Every ordered pair of ranks has a mailbox, a ring of
- * bytes with one writer and one reader; all collectives are sends and receives through them, moved along
- * together, so that no size and no order of a group can lock. Waiting sleeps on a futex: it never spins. */
+/* Collectives of forked ranks over one shared block. Every ordered pair of ranks has a mailbox, a
+ * ring of bytes with one writer and one reader; all collectives are sends and receives through
+ * them, moved along together, so that no size and no order of a group can lock. Waiting sleeps on a
+ * futex: it never spins. */
 #include "kernels/cpu/cpu.h"
 
 #include <errno.h>
@@ -65,7 +66,8 @@ struct ql_comm {
 };
 
 enum op { ALL_GATHER = 1, ALL_TO_ALL, REDUCE, POINT, BARRIER };
-static const char *const op_names[] = {"?", "all_gather", "all_to_all", "all_sum or all_max", "send", "barrier"};
+static const char *const op_names[] = {"?",    "all_gather", "all_to_all", "all_sum or all_max",
+                                       "send", "barrier"};
 enum { MAGIC = 0x514c4f52 };
 
 static int64_t cpu_shared_bytes(int world)
@@ -77,11 +79,13 @@ static ql_status cpu_comm_open(ql_dev *d, const ql_comm_setup *s, ql_comm **out)
 {
     (void)d;
     if (s->world < 1 || s->world > WORLD_MAX || s->rank < 0 || s->rank >= s->world)
-        QL_FAIL(QL_EINVAL, "comm: rank %d of %d, needed are 1 to %d ranks", s->rank, s->world, WORLD_MAX);
+        QL_FAIL(QL_EINVAL, "comm: rank %d of %d, needed are 1 to %d ranks", s->rank, s->world,
+                WORLD_MAX);
     if (s->world > 1 && (!s->shared || s->shared_bytes < cpu_shared_bytes(s->world)))
-        QL_FAIL(QL_EINVAL, "comm: a shared block of %lld bytes, needed are %lld", (long long)s->shared_bytes,
-                (long long)cpu_shared_bytes(s->world));
-    if ((uintptr_t)s->shared % 64) QL_FAIL(QL_EINVAL, "comm: the shared block at %p is not 64-byte aligned", s->shared);
+        QL_FAIL(QL_EINVAL, "comm: a shared block of %lld bytes, needed are %lld",
+                (long long)s->shared_bytes, (long long)cpu_shared_bytes(s->world));
+    if ((uintptr_t)s->shared % 64)
+        QL_FAIL(QL_EINVAL, "comm: the shared block at %p is not 64-byte aligned", s->shared);
     ql_comm *c = calloc(1, sizeof *c);
     if (!c) QL_FAIL(QL_ENOMEM, "comm: no memory");
     c->rank = s->rank, c->world = s->world, c->sh = s->shared;
@@ -102,7 +106,7 @@ static void cpu_comm_close(ql_comm *c)
     free(c->list), free(c->scratch), free(c);
 }
 
-/* ---- sleeping and waking -------------------------------------------------------------------------- */
+/* ---- sleeping and waking --------------------------------------------------------------------- */
 
 static void futex(_Atomic uint32_t *word, int op, uint32_t value, const struct timespec *t)
 {
@@ -133,7 +137,7 @@ static int64_t now_ms(void)
     return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
 }
 
-/* ---- moving bytes --------------------------------------------------------------------------------- */
+/* ---- moving bytes ---------------------------------------------------------------------------- */
 
 static box *box_of(ql_comm *c, int from, int to)
 {
@@ -161,10 +165,13 @@ static int64_t advance(ql_comm *c, pending *p, header *got)
     int64_t can = p->dir == SEND ? BOX - (int64_t)(put - taken) : (int64_t)(put - taken);
     if (p->done == 0) {
         if (can < (int64_t)sizeof(header)) return 0;
-        ring_copy(b, p->dir == SEND ? put : taken, got, p->dir == SEND ? &p->head : NULL, sizeof(header));
+        ring_copy(b, p->dir == SEND ? put : taken, got, p->dir == SEND ? &p->head : NULL,
+                  sizeof(header));
         p->done = (int64_t)sizeof(header);
         can -= (int64_t)sizeof(header);
-        if (p->dir == RECV && (got->op != p->head.op || got->bytes != p->head.bytes || got->magic != MAGIC)) return -1;
+        if (p->dir == RECV &&
+            (got->op != p->head.op || got->bytes != p->head.bytes || got->magic != MAGIC))
+            return -1;
     }
     int64_t n = ql_min64(can, all - p->done);
     char *data = p->data + (p->done - (int64_t)sizeof(header));
@@ -187,18 +194,20 @@ static ql_status broken(ql_comm *c, ql_status code)
 static ql_status still_wanted(ql_comm *c, const pending *first, int64_t idle_ms)
 {
     const char *what = op_names[first->head.op];
-    if (atomic_load(&c->cancelled)) return broken(c, ql_fail(QL_EPEER, "rank %d: %s was cancelled", c->rank, what));
+    if (atomic_load(&c->cancelled))
+        return broken(c, ql_fail(QL_EPEER, "rank %d: %s was cancelled", c->rank, what));
     if (c->abort && *c->abort)
-        return broken(c, ql_fail(QL_EPEER, "rank %d: stopped in %s with rank %d, because a rank failed", c->rank, what,
-                                 first->peer));
+        return broken(c, ql_fail(QL_EPEER,
+                                 "rank %d: stopped in %s with rank %d, because a rank failed",
+                                 c->rank, what, first->peer));
     if (idle_ms > c->timeout_ms)
-        return broken(c, ql_fail(QL_EPEER, "rank %d: rank %d made no progress in %s for %lld ms", c->rank, first->peer,
-                                 what, (long long)idle_ms));
+        return broken(c, ql_fail(QL_EPEER, "rank %d: rank %d made no progress in %s for %lld ms",
+                                 c->rank, first->peer, what, (long long)idle_ms));
     return QL_OK;
 }
 
-/* One pass over the list: in each direction to or from a peer only the oldest message moves. Returns the
- * first one that is not done in *left, NULL if all are. */
+/* One pass over the list: in each direction to or from a peer only the oldest message moves.
+ * Returns the first one that is not done in *left, NULL if all are. */
 static ql_status pass(ql_comm *c, pending **left, bool *moved)
 {
     uint32_t busy[2] = {0, 0};
@@ -206,12 +215,15 @@ static ql_status pass(ql_comm *c, pending **left, bool *moved)
     for (int i = 0; i < c->n; i++) {
         pending *p = &c->list[i];
         header got = {0};
-        if (p->done == p->head.bytes + (int64_t)sizeof(header) || busy[p->dir] >> p->peer & 1) continue;
+        if (p->done == p->head.bytes + (int64_t)sizeof(header) || busy[p->dir] >> p->peer & 1)
+            continue;
         int64_t n = advance(c, p, &got);
         if (n < 0)
-            return broken(c, ql_fail(QL_EINTERNAL, "rank %d waits for %s of %lld bytes, rank %d sent %s of %lld", c->rank,
-                                     op_names[p->head.op], (long long)p->head.bytes, p->peer,
-                                     got.op <= BARRIER ? op_names[got.op] : "?", (long long)got.bytes));
+            return broken(c, ql_fail(QL_EINTERNAL,
+                                     "rank %d waits for %s of %lld bytes, rank %d sent %s of %lld",
+                                     c->rank, op_names[p->head.op], (long long)p->head.bytes,
+                                     p->peer, got.op <= BARRIER ? op_names[got.op] : "?",
+                                     (long long)got.bytes));
         if (n > 0) *moved = true;
         if (p->done == p->head.bytes + (int64_t)sizeof(header)) continue;
         busy[p->dir] |= 1u << p->peer;
@@ -250,13 +262,14 @@ static ql_status ready(ql_comm *c, const char *op)
 
 static ql_status enqueue(ql_comm *c, int dir, int peer, enum op op, void *data, int64_t bytes)
 {
-    if (c->n == PENDING_MAX) return broken(c, ql_fail(QL_EINVAL, "comm: more than %d messages in a group", PENDING_MAX));
+    if (c->n == PENDING_MAX)
+        return broken(c, ql_fail(QL_EINVAL, "comm: more than %d messages in a group", PENDING_MAX));
     c->list[c->n++] = (pending){dir, peer, {(uint32_t)op, MAGIC, bytes}, data, 0};
     return QL_OK;
 }
 
-/* Piece p of out ← piece `rank` of rank p's in (or all of it, with step 0); ours too. Every rank sends to its
- * successors first, so that no rank is everybody's first. */
+/* Piece p of out ← piece `rank` of rank p's in (or all of it, with step 0); ours too. Every rank
+ * sends to its successors first, so that no rank is everybody's first. */
 static ql_status exchange(ql_comm *c, enum op op, char *out, char *in, int64_t step, int64_t bytes)
 {
     for (int i = 1; i < c->world; i++) {
@@ -269,7 +282,7 @@ static ql_status exchange(ql_comm *c, enum op op, char *out, char *in, int64_t s
     return c->world > 1 ? finish(c) : QL_OK;
 }
 
-/* ---- the table ------------------------------------------------------------------------------------ */
+/* ---- the table ------------------------------------------------------------------------------- */
 
 static int64_t bytes_of(ql_tensor t)
 {
@@ -278,9 +291,11 @@ static int64_t bytes_of(ql_tensor t)
 
 static ql_status flat(const char *op, const char *name, ql_tensor t)
 {
-    if (t.rows < 0 || t.cols < 0 || (t.rows > 1 && t.ld != t.cols) || (!t.data && t.rows * t.cols > 0))
-        QL_FAIL(QL_EINVAL, "%s: %s is (%lld, %lld) with a row stride of %lld, needed is contiguous memory", op, name,
-                (long long)t.rows, (long long)t.cols, (long long)t.ld);
+    if (t.rows < 0 || t.cols < 0 || (t.rows > 1 && t.ld != t.cols) ||
+        (!t.data && t.rows * t.cols > 0))
+        QL_FAIL(QL_EINVAL,
+                "%s: %s is (%lld, %lld) with a row stride of %lld, needed is contiguous memory", op,
+                name, (long long)t.rows, (long long)t.cols, (long long)t.ld);
     return QL_OK;
 }
 
@@ -291,8 +306,8 @@ static ql_status cpu_all_gather(ql_comm *c, ql_stream *s, ql_tensor out, ql_tens
     QL_TRY(flat("all_gather", "out", out));
     QL_TRY(flat("all_gather", "in", in));
     if (out.dtype != in.dtype || bytes_of(out) != c->world * bytes_of(in))
-        QL_FAIL(QL_EINVAL, "all_gather: out has %lld bytes, needed are %d times in's %lld", (long long)bytes_of(out),
-                c->world, (long long)bytes_of(in));
+        QL_FAIL(QL_EINVAL, "all_gather: out has %lld bytes, needed are %d times in's %lld",
+                (long long)bytes_of(out), c->world, (long long)bytes_of(in));
     c->sent += (c->world - 1) * bytes_of(in);
     return exchange(c, ALL_GATHER, out.data, in.data, 0, bytes_of(in));
 }
@@ -305,14 +320,15 @@ static ql_status cpu_all_to_all(ql_comm *c, ql_stream *s, ql_tensor out, ql_tens
     QL_TRY(flat("all_to_all", "in", in));
     int64_t part = bytes_of(in) / c->world;
     if (out.dtype != in.dtype || bytes_of(out) != bytes_of(in) || in.rows * in.cols % c->world)
-        QL_FAIL(QL_EINVAL, "all_to_all: %lld bytes to %lld bytes in %d parts", (long long)bytes_of(in),
-                (long long)bytes_of(out), c->world);
+        QL_FAIL(QL_EINVAL, "all_to_all: %lld bytes to %lld bytes in %d parts",
+                (long long)bytes_of(in), (long long)bytes_of(out), c->world);
     if (out.data == in.data && part > 0) QL_FAIL(QL_EINVAL, "all_to_all: out is in");
     c->sent += (c->world - 1) * part;
     return exchange(c, ALL_TO_ALL, out.data, in.data, part, part);
 }
 
-/* x[i] of this piece becomes the sum or maximum over all ranks. The types wrap as unsigned ones do. */
+/* x[i] of this piece becomes the sum or maximum over all ranks. The types wrap as unsigned ones do.
+ */
 static void combine(ql_comm *c, void *x, ql_dtype t, int64_t n, bool maximum)
 {
     for (int64_t i = 0; i < n; i++) {
@@ -328,9 +344,12 @@ static void combine(ql_comm *c, void *x, ql_dtype t, int64_t n, bool maximum)
                 sum += (uint64_t)((const int64_t *)(const void *)from)[i];
             }
         }
-        if (maximum) ((int32_t *)x)[i] = top;
-        else if (t == QL_I32) ((int32_t *)x)[i] = (int32_t)(uint32_t)sum;
-        else ((int64_t *)x)[i] = (int64_t)sum;
+        if (maximum)
+            ((int32_t *)x)[i] = top;
+        else if (t == QL_I32)
+            ((int32_t *)x)[i] = (int32_t)(uint32_t)sum;
+        else
+            ((int64_t *)x)[i] = (int64_t)sum;
     }
 }
 
@@ -339,7 +358,8 @@ static ql_status reduce(ql_comm *c, const char *op, ql_tensor x, bool maximum)
     QL_TRY(ready(c, op));
     QL_TRY(flat(op, "x", x));
     if (x.dtype != QL_I32 && (maximum || x.dtype != QL_I64))
-        QL_FAIL(QL_EINVAL, "%s: x is %s, needed is %s", op, ql_dtype_name(x.dtype), maximum ? "int32" : "int32 or int64");
+        QL_FAIL(QL_EINVAL, "%s: x is %s, needed is %s", op, ql_dtype_name(x.dtype),
+                maximum ? "int32" : "int32 or int64");
     int64_t size = (int64_t)ql_dtype_size(x.dtype), step = SCRATCH / size, total = x.rows * x.cols;
     for (int64_t i = 0; i < total; i += step) {
         int64_t n = ql_min64(step, total - i);

@@ -33,7 +33,8 @@ QL_CPU_OP(fill, ql_tensor out, float value)
 {
     (void)q;
     for (int64_t i = 0; i < out.rows; i++)
-        for (int64_t j = 0; j < out.cols; j++) ql_float_put(ql_cpu_at(out, i, 0), out.dtype, j, value);
+        for (int64_t j = 0; j < out.cols; j++)
+            ql_float_put(ql_cpu_at(out, i, 0), out.dtype, j, value);
     return QL_OK;
 }
 
@@ -77,7 +78,8 @@ QL_CPU_OP(scatter_rows, ql_tensor out, ql_tensor in, ql_tensor index)
     (void)q;
     for (int64_t i = 0, r = 0; i < in.rows; i++) {
         QL_TRY(row_of("scatter_rows", index, i, out.rows, &r));
-        if (r >= 0) convert_row(ql_cpu_at(out, r, 0), out.dtype, ql_cpu_at(in, i, 0), in.dtype, in.cols);
+        if (r >= 0)
+            convert_row(ql_cpu_at(out, r, 0), out.dtype, ql_cpu_at(in, i, 0), in.dtype, in.cols);
     }
     return QL_OK;
 }
@@ -86,7 +88,9 @@ QL_CPU_OP(check_finite, ql_tensor flag, ql_tensor in)
 {
     (void)q;
     /* All exponent bits set: NaN or infinite. */
-    uint32_t bad = 0, mask = in.dtype == QL_F32 ? 0x7f800000u : in.dtype == QL_F16 ? 0x7c00u : 0x7f80u;
+    uint32_t bad = 0, mask = in.dtype == QL_F32   ? 0x7f800000u
+                             : in.dtype == QL_F16 ? 0x7c00u
+                                                  : 0x7f80u;
     for (int64_t i = 0; i < in.rows; i++) {
         if (in.dtype == QL_F32) {
             const float *x = ql_cpu_at(in, i, 0);

@@ -12,7 +12,8 @@ extern const ql_comm_table ql_cpu_comm;
 /* Elementwise ops work on pieces of a row that stay in the first-level cache. */
 enum { QL_CPU_PIECE = 1024 };
 
-/* ---- rows -------------------------------------------------------------------------------------- */
+/* ---- rows --------------------------------------------------------------------------------------
+ */
 
 void ql_cpu_widen(float *restrict dst, const void *restrict src, ql_dtype t, int64_t n);
 void ql_cpu_narrow(void *restrict dst, ql_dtype t, const float *restrict src, int64_t n);
@@ -41,9 +42,11 @@ static inline void ql_cpu_store(ql_tensor t, int64_t row, int64_t col, const flo
 }
 
 /* Rows [r, r+rows) × columns [c, c+cols) of t as fp32 for BLAS: a pointer and its row stride. */
-const float *ql_cpu_panel(ql_tensor t, int64_t r, int64_t rows, int64_t c, int64_t cols, float *work, int *ld);
+const float *ql_cpu_panel(ql_tensor t, int64_t r, int64_t rows, int64_t c, int64_t cols,
+                          float *work, int *ld);
 
-/* ---- numbers ----------------------------------------------------------------------------------- */
+/* ---- numbers -----------------------------------------------------------------------------------
+ */
 
 /* Σ a∘b in 32 lanes, combined by halving: the order depends on n alone. */
 static inline float ql_cpu_dot(const float *a, const float *b, int64_t n)
@@ -60,7 +63,8 @@ static inline float ql_cpu_dot(const float *a, const float *b, int64_t n)
 }
 
 /* e^x within 2 ulp, subnormal results included, NaN kept; no branch, so that loops vectorise.
- * x = n·ln 2 + r with |r| ≤ ln 2 / 2; ln 2 in two parts, the first short enough that n·hi is exact. */
+ * x = n·ln 2 + r with |r| ≤ ln 2 / 2; ln 2 in two parts, the first short enough that n·hi is exact.
+ */
 static inline float ql_cpu_exp(float x)
 {
     float c = x < -104.0f ? -104.0f : x;
@@ -80,17 +84,19 @@ static inline float ql_cpu_exp(float x)
            ql_f32_from_bits((uint32_t)(k - h + 127) << 23);
 }
 
-/* code[i] = the nearest to y[i] of 256 sorted values in [least, 1], by bitsandbytes' walk; n ≤ 256. */
+/* code[i] = the nearest to y[i] of 256 sorted values in [least, 1], by bitsandbytes' walk; n ≤ 256.
+ */
 void ql_cpu_nearest(uint8_t *code, const float *table, const float *y, float least, int n);
 
-/* Σ of x[0], x[1] … by halving over n rounded up to a power of two, missing elements 0: first x[i] + x[i + half].
- * x is overwritten. */
+/* Σ of x[0], x[1] … by halving over n rounded up to a power of two, missing elements 0: first x[i]
+ * + x[i + half]. x is overwritten. */
 float ql_cpu_halve(float *x, int64_t n);
 /* Σ of x in 32 lanes combined by halving; the largest x, −∞ of none (a NaN is passed over). */
 float ql_cpu_total(const float *x, int64_t n);
 float ql_cpu_max(const float *x, int64_t n);
 
-/* ---- the ops, by file --------------------------------------------------------------------------- */
+/* ---- the ops, by file ---------------------------------------------------------------------------
+ */
 
 #define QL_CPU_OP(name, ...) ql_status ql_cpu_##name(const ql_queue *q, __VA_ARGS__)
 
@@ -102,19 +108,23 @@ QL_CPU_OP(scatter_rows, ql_tensor out, ql_tensor in, ql_tensor index);
 QL_CPU_OP(check_finite, ql_tensor flag, ql_tensor in);
 QL_CPU_OP(nf4_dequant, const ql_tensor *out, const ql_nf4 *w, int n);
 QL_CPU_OP(nf4_quant, ql_tensor packed, ql_tensor absmax, ql_tensor in);
-QL_CPU_OP(scale_quant, ql_tensor code, ql_tensor absmax2, ql_tensor absmax, ql_tensor code2, float offset);
+QL_CPU_OP(scale_quant, ql_tensor code, ql_tensor absmax2, ql_tensor absmax, ql_tensor code2,
+          float offset);
 QL_CPU_OP(matmul, ql_tensor out, ql_tensor a, ql_tensor b, ql_trans trans, float alpha, ql_tensor c,
           ql_tensor bias);
 QL_CPU_OP(rmsnorm, ql_tensor y, ql_tensor x, ql_tensor w, float eps);
-QL_CPU_OP(rmsnorm_dx, ql_tensor dx, ql_tensor dy, ql_tensor x, ql_tensor w, float eps, ql_tensor dres);
-QL_CPU_OP(rope, ql_tensor x, int64_t head_dim, ql_tensor pos, ql_tensor freq, float scale, int sign);
+QL_CPU_OP(rmsnorm_dx, ql_tensor dx, ql_tensor dy, ql_tensor x, ql_tensor w, float eps,
+          ql_tensor dres);
+QL_CPU_OP(rope, ql_tensor x, int64_t head_dim, ql_tensor pos, ql_tensor freq, float scale,
+          int sign);
 QL_CPU_OP(swiglu, ql_tensor h, ql_tensor gu);
 QL_CPU_OP(swiglu_dx, ql_tensor dgu, ql_tensor dh, ql_tensor gu, ql_tensor h);
 QL_CPU_OP(dropout, ql_tensor out, ql_tensor in, const ql_drop *d);
 QL_CPU_OP(dropout_add, ql_tensor out, ql_tensor in, const ql_drop *d);
-QL_CPU_OP(attention, ql_tensor o, ql_tensor lse, ql_tensor qt, ql_tensor k, ql_tensor v, const ql_attn *a);
-QL_CPU_OP(attention_dx, ql_tensor dq, ql_tensor dk, ql_tensor dv, ql_tensor dout, ql_tensor o, ql_tensor lse,
-          ql_tensor delta, ql_tensor qt, ql_tensor k, ql_tensor v, const ql_attn *a);
+QL_CPU_OP(attention, ql_tensor o, ql_tensor lse, ql_tensor qt, ql_tensor k, ql_tensor v,
+          const ql_attn *a);
+QL_CPU_OP(attention_dx, ql_tensor dq, ql_tensor dk, ql_tensor dv, ql_tensor dout, ql_tensor o,
+          ql_tensor lse, ql_tensor delta, ql_tensor qt, ql_tensor k, ql_tensor v, const ql_attn *a);
 QL_CPU_OP(ce_stats, ql_tensor stats, ql_tensor logits, ql_tensor target, int64_t v0);
 QL_CPU_OP(ce_join, ql_tensor a, ql_tensor b);
 QL_CPU_OP(ce_loss, ql_tensor nll, ql_tensor lse, ql_tensor stats, ql_tensor target, float smoothing,
@@ -124,7 +134,8 @@ QL_CPU_OP(ce_grad, ql_tensor logits, ql_tensor lse, ql_tensor target, int64_t v0
 QL_CPU_OP(sum, ql_tensor out, ql_tensor in);
 QL_CPU_OP(norm_parts, ql_tensor part, ql_tensor g);
 QL_CPU_OP(clip, ql_ctl *ctl, ql_tensor part, const ql_clip *c);
-QL_CPU_OP(adamw, ql_tensor p, ql_tensor m, ql_tensor v, ql_tensor g, const ql_ctl *ctl, const ql_adam *a);
+QL_CPU_OP(adamw, ql_tensor p, ql_tensor m, ql_tensor v, ql_tensor g, const ql_ctl *ctl,
+          const ql_adam *a);
 QL_CPU_OP(adamw8, ql_tensor p, ql_tensor m8, ql_tensor v8, ql_tensor m2, ql_tensor v2, ql_tensor g,
           ql_tensor code1, ql_tensor code2, const ql_ctl *ctl, const ql_adam *a);
 

@@ -45,7 +45,8 @@ static void cpu_close(ql_dev *d)
     free(d);
 }
 
-/* ---- what the machine says ---------------------------------------------------------------------- */
+/* ---- what the machine says ----------------------------------------------------------------------
+ */
 
 /* The number after `key` in a "key: value" file, −1 if it is not there. */
 static int64_t number_in(const char *path, const char *key)
@@ -61,10 +62,12 @@ static int64_t number_in(const char *path, const char *key)
     return v;
 }
 
-/* Bytes of the machine and bytes that can still be had: the container's limit where there is one. */
+/* Bytes of the machine and bytes that can still be had: the container's limit where there is one.
+ */
 static void host_memory(int64_t *total, int64_t *available)
 {
-    int64_t kb = number_in("/proc/meminfo", "MemTotal:"), free_kb = number_in("/proc/meminfo", "MemAvailable:");
+    int64_t kb = number_in("/proc/meminfo", "MemTotal:"),
+            free_kb = number_in("/proc/meminfo", "MemAvailable:");
     *total = kb < 0 ? (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE) : kb * 1024;
     *available = free_kb < 0 ? *total : free_kb * 1024;
     const char *root = "/sys/fs/cgroup/memory.max", *now = "/sys/fs/cgroup/memory.current";
@@ -93,7 +96,8 @@ static ql_status cpu_info(ql_dev *d, ql_dev_info *out)
         break;
     }
     if (f) fclose(f);
-    i.sms = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : (int)sysconf(_SC_NPROCESSORS_ONLN);
+    i.sms = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set)
+                                                        : (int)sysconf(_SC_NPROCESSORS_ONLN);
     snprintf(i.libs, sizeof i.libs, "%.150s", openblas_get_config());
     host_memory(&i.total_bytes, &i.free_bytes);
     *out = i;
@@ -121,11 +125,14 @@ static ql_status cpu_peer(int a, int b, int *out)
     return QL_OK;
 }
 
-/* ---- memory ------------------------------------------------------------------------------------- */
+/* ---- memory -------------------------------------------------------------------------------------
+ */
 
 static ql_status cpu_alloc(ql_dev *d, int64_t bytes, void **out)
 {
-    enum { ASK = 64 << 20 }; /* from here on the machine is asked first: it overcommits, and then kills */
+    enum {
+        ASK = 64 << 20
+    }; /* from here on the machine is asked first: it overcommits, and then kills */
     int64_t total = 0, available = 0;
     if (bytes < 0) QL_FAIL(QL_EINVAL, "cpu: %lld bytes asked", (long long)bytes);
     if (bytes > ASK) host_memory(&total, &available);
@@ -158,7 +165,9 @@ static ql_status cpu_host_alloc(ql_dev *d, int64_t bytes, void **out)
 {
     (void)d;
     if (bytes < 0) QL_FAIL(QL_EINVAL, "cpu: %lld bytes of host memory asked", (long long)bytes);
-    void *p = bytes > INT64_MAX - 2 * ALIGN ? NULL : aligned_alloc(ALIGN, (size_t)ql_round_up(bytes + 1, ALIGN));
+    void *p = bytes > INT64_MAX - 2 * ALIGN
+                  ? NULL
+                  : aligned_alloc(ALIGN, (size_t)ql_round_up(bytes + 1, ALIGN));
     if (!p) QL_FAIL(QL_ENOMEM, "cpu: no %lld bytes of host memory", (long long)bytes);
     *out = p;
     return QL_OK;
@@ -182,7 +191,8 @@ static void cpu_unpin(ql_dev *d, void *p)
     (void)d, (void)p;
 }
 
-/* ---- streams and events ------------------------------------------------------------------------- */
+/* ---- streams and events -------------------------------------------------------------------------
+ */
 
 static ql_status cpu_stream_open(ql_dev *d, ql_stream **out)
 {
@@ -241,8 +251,10 @@ static ql_status cpu_done(ql_event *e, int *out)
 
 static ql_status cpu_elapsed(ql_event *a, ql_event *b, double *ms)
 {
-    if (!a->recorded || !b->recorded) QL_FAIL(QL_EINVAL, "cpu: elapsed: an event was never recorded");
-    *ms = (double)(b->at.tv_sec - a->at.tv_sec) * 1e3 + (double)(b->at.tv_nsec - a->at.tv_nsec) * 1e-6;
+    if (!a->recorded || !b->recorded)
+        QL_FAIL(QL_EINVAL, "cpu: elapsed: an event was never recorded");
+    *ms = (double)(b->at.tv_sec - a->at.tv_sec) * 1e3 +
+          (double)(b->at.tv_nsec - a->at.tv_nsec) * 1e-6;
     return QL_OK;
 }
 
@@ -254,13 +266,13 @@ static ql_status cpu_copy(ql_stream *s, void *dst, const void *src, int64_t byte
     return QL_OK;
 }
 
-static ql_status cpu_copy2d(ql_stream *s, void *dst, int64_t dst_pitch, const void *src, int64_t src_pitch,
-                            int64_t width, int64_t rows)
+static ql_status cpu_copy2d(ql_stream *s, void *dst, int64_t dst_pitch, const void *src,
+                            int64_t src_pitch, int64_t width, int64_t rows)
 {
     (void)s;
     if (width < 0 || rows < 0 || (rows > 1 && (dst_pitch < width || src_pitch < width)))
-        QL_FAIL(QL_EINVAL, "cpu: copy of %lld rows of %lld bytes, %lld and %lld apart", (long long)rows,
-                (long long)width, (long long)src_pitch, (long long)dst_pitch);
+        QL_FAIL(QL_EINVAL, "cpu: copy of %lld rows of %lld bytes, %lld and %lld apart",
+                (long long)rows, (long long)width, (long long)src_pitch, (long long)dst_pitch);
     for (int64_t i = 0; i < rows && width > 0; i++)
         memmove((char *)dst + i * dst_pitch, (const char *)src + i * src_pitch, (size_t)width);
     return QL_OK;

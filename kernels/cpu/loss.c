@@ -49,7 +49,8 @@ QL_CPU_OP(ce_join, ql_tensor a, ql_tensor b)
     return QL_OK;
 }
 
-QL_CPU_OP(ce_loss, ql_tensor nll, ql_tensor lse, ql_tensor stats, ql_tensor target, float smoothing, int64_t vocab)
+QL_CPU_OP(ce_loss, ql_tensor nll, ql_tensor lse, ql_tensor stats, ql_tensor target, float smoothing,
+          int64_t vocab)
 {
     (void)q;
     const int32_t *want = target.data;
@@ -65,8 +66,8 @@ QL_CPU_OP(ce_loss, ql_tensor nll, ql_tensor lse, ql_tensor stats, ql_tensor targ
     return QL_OK;
 }
 
-QL_CPU_OP(ce_grad, ql_tensor logits, ql_tensor lse, ql_tensor target, int64_t v0, float smoothing, int64_t vocab,
-          const ql_ctl *ctl)
+QL_CPU_OP(ce_grad, ql_tensor logits, ql_tensor lse, ql_tensor target, int64_t v0, float smoothing,
+          int64_t vocab, const ql_ctl *ctl)
 {
     (void)q;
     float x[QL_CPU_PIECE];

@@ -1,11 +1,12 @@
-/* Matmul on BLAS. fp32 operands go to sgemm as they are; 16-bit ones are widened into the workspace in
- * panels, and a 16-bit result is rounded once from an fp32 panel. Every cut depends on the shape alone. */
+/* Matmul on BLAS. fp32 operands go to sgemm as they are; 16-bit ones are widened into the workspace
+ * in panels, and a 16-bit result is rounded once from an fp32 panel. Every cut depends on the shape
+ * alone. */
 #include "kernels/cpu/cpu.h"
 
 #include <cblas.h>
 
-/* The workspace: fp32 panels of a (MB × KB), b (NB × KB) and out (MB × NB). Panels are never thinner
- * than 64 rows; a longer K is summed in pieces of KB. */
+/* The workspace: fp32 panels of a (MB × KB), b (NB × KB) and out (MB × NB). Panels are never
+ * thinner than 64 rows; a longer K is summed in pieces of KB. */
 enum {
     A_FLOATS = 4 << 20,
     B_FLOATS = 8 << 20,
@@ -23,7 +24,8 @@ typedef struct {
 } gemm;
 
 /* dst (mn × nn, row stride ld) = c + bias there, or nothing; returns sgemm's beta. */
-static float start(const gemm *g, float *dst, int64_t ld, int64_t m0, int64_t mn, int64_t n0, int64_t nn)
+static float start(const gemm *g, float *dst, int64_t ld, int64_t m0, int64_t mn, int64_t n0,
+                   int64_t nn)
 {
     float tmp[QL_CPU_PIECE];
     bool has_c = ql_tensor_set(g->c), has_bias = ql_tensor_set(g->bias);
@@ -43,8 +45,8 @@ static float start(const gemm *g, float *dst, int64_t ld, int64_t m0, int64_t mn
     return 1.0f;
 }
 
-static void block(const gemm *g, const float *b, int ldb, int64_t m0, int64_t mn, int64_t n0, int64_t nn,
-                  int64_t k0, int64_t kn)
+static void block(const gemm *g, const float *b, int ldb, int64_t m0, int64_t mn, int64_t n0,
+                  int64_t nn, int64_t k0, int64_t kn)
 {
     int lda = 0;
     bool direct = g->out.dtype == QL_F32, first = k0 == 0, last = k0 + kn == g->k;
@@ -54,8 +56,8 @@ static void block(const gemm *g, const float *b, int ldb, int64_t m0, int64_t mn
     int64_t ld = direct ? g->out.ld : nn;
     if (first) beta = start(g, dst, ld, m0, mn, n0, nn);
     cblas_sgemm(CblasRowMajor, g->trans == QL_TN ? CblasTrans : CblasNoTrans,
-                g->trans == QL_NT ? CblasTrans : CblasNoTrans, (int)mn, (int)nn, (int)kn, g->alpha, a, lda,
-                b, ldb, beta, dst, (int)ld);
+                g->trans == QL_NT ? CblasTrans : CblasNoTrans, (int)mn, (int)nn, (int)kn, g->alpha,
+                a, lda, b, ldb, beta, dst, (int)ld);
     if (!direct && last)
         for (int64_t i = 0; i < mn; i++) ql_cpu_store(g->out, m0 + i, n0, dst + i * ld, nn);
 }

@@ -1,9 +1,10 @@
-/* 4-bit weights: bitsandbytes' blockwise NF4, both ways, and the second quantisation of its scales. */
+/* 4-bit weights: bitsandbytes' blockwise NF4, both ways, and the second quantisation of its scales.
+ */
 #include "kernels/cpu/cpu.h"
 
 #include <math.h>
 
-/* ---- dequantise ---------------------------------------------------------------------------------- */
+/* ---- dequantise ------------------------------------------------------------------------------ */
 
 typedef struct {
     const ql_nf4 *w;
@@ -47,7 +48,8 @@ QL_CPU_OP(nf4_dequant, const ql_tensor *out, const ql_nf4 *w, int n)
     (void)q;
     for (int i = 0; i < n; i++) {
         job j = {.w = &w[i], .out = out[i]};
-        for (int b = 0; b < 256; b++) j.pair[b][0] = w[i].code[b >> 4], j.pair[b][1] = w[i].code[b & 15];
+        for (int b = 0; b < 256; b++)
+            j.pair[b][0] = w[i].code[b >> 4], j.pair[b][1] = w[i].code[b & 15];
         int64_t total = w[i].rows * w[i].cols;
         for (int p = 0; p < w[i].parts && p * w[i].part < total; p++)
             piece(&j, p, 0, ql_ceil_div(ql_min64(w[i].part, total - p * w[i].part), w[i].block));
@@ -55,22 +57,22 @@ QL_CPU_OP(nf4_dequant, const ql_tensor *out, const ql_nf4 *w, int n)
     return QL_OK;
 }
 
-/* ---- quantise ------------------------------------------------------------------------------------ */
+/* ---- quantise -------------------------------------------------------------------------------- */
 
 /* The midpoints of neighbouring NF4 codes; a value's code is the number of them below it. */
 static const float nf4_bar[15] = {
-    -0.8480964004993439f,  -0.6106329262256622f, -0.4599952697753906f, -0.33967943489551544f,
+    -0.8480964004993439f,  -0.6106329262256622f,  -0.4599952697753906f,   -0.33967943489551544f,
     -0.23460740596055984f, -0.13791173323988914f, -0.045525018125772476f, 0.03979014977812767f,
-    0.1202552504837513f,   0.2035212516784668f,  0.2920137718319893f,  0.3893125355243683f,
-    0.5016634166240692f,   0.6427869200706482f,  0.8614784181118011f};
+    0.1202552504837513f,   0.2035212516784668f,   0.2920137718319893f,    0.3893125355243683f,
+    0.5016634166240692f,   0.6427869200706482f,   0.8614784181118011f};
 
 static float flush(float x)
 {
     return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x;
 }
 
-/* y = x/absmax with subnormal operands and results taken as zeros, as bitsandbytes' build for GPUs does;
- * an all-zero block is 0·∞ = NaN there, no comparison holds, and its codes are 0. */
+/* y = x/absmax with subnormal operands and results taken as zeros, as bitsandbytes' build for GPUs
+ * does; an all-zero block is 0·∞ = NaN there, no comparison holds, and its codes are 0. */
 static void quant_block(uint8_t *packed, float *absmax, const float *x, int64_t n)
 {
     int code[64] = {0};
@@ -101,8 +103,9 @@ QL_CPU_OP(nf4_quant, ql_tensor packed, ql_tensor absmax, ql_tensor in)
     return QL_OK;
 }
 
-/* The walk goes to a neighbour of y in the table, then takes the nearer of it and the last entry seen on y's
- * other side; ties stay. All elements take a step at once, so that the loops vectorise. */
+/* The walk goes to a neighbour of y in the table, then takes the nearer of it and the last entry
+ * seen on y's other side; ties stay. All elements take a step at once, so that the loops vectorise.
+ */
 void ql_cpu_nearest(uint8_t *code, const float *table, const float *y, float least, int n)
 {
     enum { MAX = 256 };
@@ -125,7 +128,8 @@ void ql_cpu_nearest(uint8_t *code, const float *table, const float *y, float lea
     }
 }
 
-QL_CPU_OP(scale_quant, ql_tensor code, ql_tensor absmax2, ql_tensor absmax, ql_tensor code2, float offset)
+QL_CPU_OP(scale_quant, ql_tensor code, ql_tensor absmax2, ql_tensor absmax, ql_tensor code2,
+          float offset)
 {
     (void)q;
     const float *x = absmax.data;

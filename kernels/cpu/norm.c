@@ -17,7 +17,8 @@ static scratch scratch_of(const ql_queue *q, int64_t n)
 static ql_status fits(const char *op, int64_t n)
 {
     if (n > QL_WORK_BYTES / 16)
-        QL_FAIL(QL_EINVAL, "%s: %lld columns, at most %lld", op, (long long)n, (long long)QL_WORK_BYTES / 16);
+        QL_FAIL(QL_EINVAL, "%s: %lld columns, at most %lld", op, (long long)n,
+                (long long)QL_WORK_BYTES / 16);
     return QL_OK;
 }
 
@@ -45,7 +46,8 @@ QL_CPU_OP(rmsnorm, ql_tensor y, ql_tensor x, ql_tensor w, float eps)
     return QL_OK;
 }
 
-QL_CPU_OP(rmsnorm_dx, ql_tensor dx, ql_tensor dy, ql_tensor x, ql_tensor w, float eps, ql_tensor dres)
+QL_CPU_OP(rmsnorm_dx, ql_tensor dx, ql_tensor dy, ql_tensor x, ql_tensor w, float eps,
+          ql_tensor dres)
 {
     int64_t n = w.cols;
     QL_TRY(fits("rmsnorm_dx", n));
@@ -70,19 +72,23 @@ QL_CPU_OP(rmsnorm_dx, ql_tensor dx, ql_tensor dy, ql_tensor x, ql_tensor w, floa
     return QL_OK;
 }
 
-/* sin and cos of an angle below 2^20 quarter turns, rounded from double: the quarter turns come off in two parts of
- * π/2, the first short enough that k times it is exact; then the Taylor series on [−π/4, π/4]. */
+/* sin and cos of an angle below 2^20 quarter turns, rounded from double: the quarter turns come off
+ * in two parts of π/2, the first short enough that k times it is exact; then the Taylor series on
+ * [−π/4, π/4]. */
 static void sin_cos(double x, float *s, float *c)
 {
     double k = (x * 0.63661977236758134308 + 6755399441055744.0) - 6755399441055744.0;
     double r = (x - k * 1.5707963267341256142) - k * 6.0771005063039e-11;
     double z = r * r;
-    double sn = r + r * z *
-                        (-1.0 / 6 + z * (1.0 / 120 + z * (-1.0 / 5040 + z * (1.0 / 362880 +
-                                                                           z * (-1.0 / 39916800)))));
-    double cs = 1.0 - z * 0.5 +
-                z * z * (1.0 / 24 + z * (-1.0 / 720 + z * (1.0 / 40320 + z * (-1.0 / 3628800 +
-                                                                             z * (1.0 / 479001600)))));
+    double sn =
+        r + r * z *
+                (-1.0 / 6 +
+                 z * (1.0 / 120 + z * (-1.0 / 5040 + z * (1.0 / 362880 + z * (-1.0 / 39916800)))));
+    double cs =
+        1.0 - z * 0.5 +
+        z * z *
+            (1.0 / 24 +
+             z * (-1.0 / 720 + z * (1.0 / 40320 + z * (-1.0 / 3628800 + z * (1.0 / 479001600)))));
     int32_t quarter = (int32_t)k & 3;
     double a = quarter & 1 ? cs : sn, b = quarter & 1 ? sn : cs;
     *s = (float)(quarter & 2 ? -a : a);

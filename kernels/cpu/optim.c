@@ -54,8 +54,8 @@ static double correction(float beta, int32_t t)
     return 1.0 - pow((double)beta, (double)t);
 }
 
-static void adamw_torch(float *restrict p, float *restrict m, float *restrict v, const float *restrict g,
-                        int64_t n, const ql_ctl *ctl, const ql_adam *a)
+static void adamw_torch(float *restrict p, float *restrict m, float *restrict v,
+                        const float *restrict g, int64_t n, const ql_ctl *ctl, const ql_adam *a)
 {
     float mul = ctl->mul, w1 = 1.0f - a->beta1, b2 = a->beta2, w2 = 1.0f - b2;
     float root = (float)sqrt(correction(a->beta2, ctl->steps));
@@ -70,8 +70,8 @@ static void adamw_torch(float *restrict p, float *restrict m, float *restrict v,
 }
 
 /* bitsandbytes' order: the epsilon is scaled, and the decay comes after the update. */
-static void adamw_bnb(float *restrict p, float *restrict m, float *restrict v, const float *restrict g,
-                      int64_t n, const ql_ctl *ctl, const ql_adam *a)
+static void adamw_bnb(float *restrict p, float *restrict m, float *restrict v,
+                      const float *restrict g, int64_t n, const ql_ctl *ctl, const ql_adam *a)
 {
     float mul = ctl->mul, b1 = a->beta1, w1 = 1.0f - b1, b2 = a->beta2, w2 = 1.0f - b2;
     float c1 = (float)correction(b1, ctl->steps), c2 = (float)sqrt(correction(b2, ctl->steps));
@@ -85,15 +85,17 @@ static void adamw_bnb(float *restrict p, float *restrict m, float *restrict v, c
     }
 }
 
-QL_CPU_OP(adamw, ql_tensor p, ql_tensor m, ql_tensor v, ql_tensor g, const ql_ctl *ctl, const ql_adam *a)
+QL_CPU_OP(adamw, ql_tensor p, ql_tensor m, ql_tensor v, ql_tensor g, const ql_ctl *ctl,
+          const ql_adam *a)
 {
     (void)q;
     if (ctl->skipped) return QL_OK;
-    (a->kind == QL_ADAM_TORCH ? adamw_torch : adamw_bnb)(p.data, m.data, v.data, g.data, p.cols, ctl, a);
+    (a->kind == QL_ADAM_TORCH ? adamw_torch : adamw_bnb)(p.data, m.data, v.data, g.data, p.cols,
+                                                         ctl, a);
     return QL_OK;
 }
 
-/* ---- 8-bit states: blocks of 256, dequantised, updated and quantised anew ------------------------- */
+/* ---- 8-bit states: blocks of 256, dequantised, updated and quantised anew -------------------- */
 
 enum { B8 = 256 };
 
@@ -102,7 +104,8 @@ typedef struct {
     const float *code1, *code2;
 } adam8;
 
-static void adam8_block(const adam8 *k, float *p, uint8_t *m8, uint8_t *v8, float *m2, float *v2, const float *g)
+static void adam8_block(const adam8 *k, float *p, uint8_t *m8, uint8_t *v8, float *m2, float *v2,
+                        const float *g)
 {
     float m[B8], v[B8], a[B8], b[B8], top1 = 0, top2 = 0;
     for (int i = 0; i < B8; i++) {
@@ -120,7 +123,8 @@ static void adam8_block(const adam8 *k, float *p, uint8_t *m8, uint8_t *v8, floa
     ql_cpu_nearest(m8, k->code1, a, -1.0f, B8);
     ql_cpu_nearest(v8, k->code2, b, 0.0f, B8);
     for (int i = 0; i < B8; i++) {
-        /* The sign survives the rounding; the wrap-around of an all-zero block is bitsandbytes' own. */
+        /* The sign survives the rounding; the wrap-around of an all-zero block is bitsandbytes'
+         * own. */
         int fix = m[i] > 0 ? 1 : -1;
         if (!signbit(k->code1[m8[i]]) != !signbit(m[i])) m8[i] = (uint8_t)(m8[i] + fix);
     }
@@ -133,7 +137,8 @@ QL_CPU_OP(adamw8, ql_tensor p, ql_tensor m8, ql_tensor v8, ql_tensor m2, ql_tens
 {
     (void)q;
     if (ctl->skipped) return QL_OK;
-    float c1 = (float)correction(a->beta1, ctl->steps), c2 = (float)sqrt(correction(a->beta2, ctl->steps));
+    float c1 = (float)correction(a->beta1, ctl->steps),
+          c2 = (float)sqrt(correction(a->beta2, ctl->steps));
     adam8 k = {.mul = ctl->mul,
                .b1 = a->beta1,
                .w1 = 1.0f - a->beta1,
@@ -145,7 +150,8 @@ QL_CPU_OP(adamw8, ql_tensor p, ql_tensor m8, ql_tensor v8, ql_tensor m2, ql_tens
                .code1 = code1.data,
                .code2 = code2.data};
     for (int64_t b = 0; b < p.cols / B8; b++)
-        adam8_block(&k, (float *)p.data + b * B8, (uint8_t *)m8.data + b * B8, (uint8_t *)v8.data + b * B8,
-                    (float *)m2.data + b, (float *)v2.data + b, (const float *)g.data + b * B8);
+        adam8_block(&k, (float *)p.data + b * B8, (uint8_t *)m8.data + b * B8,
+                    (uint8_t *)v8.data + b * B8, (float *)m2.data + b, (float *)v2.data + b,
+                    (const float *)g.data + b * B8);
     return QL_OK;
 }

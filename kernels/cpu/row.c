@@ -103,7 +103,8 @@ float ql_cpu_max(const float *x, int64_t n)
     return acc[0];
 }
 
-const float *ql_cpu_panel(ql_tensor t, int64_t r, int64_t rows, int64_t c, int64_t cols, float *work, int *ld)
+const float *ql_cpu_panel(ql_tensor t, int64_t r, int64_t rows, int64_t c, int64_t cols,
+                          float *work, int *ld)
 {
     if (t.dtype == QL_F32) {
         *ld = (int)t.ld;

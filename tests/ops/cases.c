@@ -1,4 +1,5 @@
-/* THE table. m, n, k, pad and how are explained at the case's function. Sizes are odd on purpose. */
+/* THE table. m, n, k, pad and how are explained at the case's function. Sizes are odd on purpose.
+ */
 #include "tests/ops/runs.h"
 
 #define C(nm, fn, in, out, ...) {.name = nm, .run = run_##fn, .a = in, .b = out, __VA_ARGS__}
@@ -127,7 +128,8 @@ const op_case op_cases[] = {
     C("adamw8", adamw8, QL_F32, QL_F32, 1, 3, 0, 0, 1),
     C("adamw8", adamw8, QL_F32, QL_F32, 1, 1, 0, 0, 3),
 
-    /* Benches: the bundled model's sizes on a CPU (T 1024, C 128, F 352), Llama 3.1 8B's on a GPU (T 2048). */
+    /* Benches: the bundled model's sizes on a CPU (T 1024, C 128, F 352), Llama 3.1 8B's on a GPU
+       (T 2048). */
     EACH("matmul", matmul, 1024, 512, 144, 0, 1, CPU_BENCH),
     EACH("matmul", matmul, 1024, 128, 368, 0, 0, CPU_BENCH),
     EACH("rmsnorm", rmsnorm, 1024, 128, 1, 0, 0, CPU_BENCH),

@@ -1,4 +1,5 @@
-/* ops_cuda: the same test without the CPU backend and its BLAS, for machines that have a GPU and little else. */
+/* ops_cuda: the same test without the CPU backend and its BLAS, for machines that have a GPU and
+ * little else. */
 #include "tests/ops/ops.h"
 
 #include <string.h>

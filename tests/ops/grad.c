@@ -1,5 +1,5 @@
-/* The references' gradients against central differences of the references, in double: what the backends are
- * measured by is itself proven. */
+/* The references' gradients against central differences of the references, in double: what the
+ * backends are measured by is itself proven. */
 #include "tests/ops/ops.h"
 #include "tests/ops/ref.h"
 
@@ -31,8 +31,10 @@ static int compare(const char *name, scalar f, const double *x, const double *gr
         err += (slope - grad[i]) * (slope - grad[i]), norm += slope * slope;
     }
     err = sqrt(err / norm);
-    if (err < 1e-7) printf("ok gradient.%s\n", name);
-    else printf("not ok gradient.%s: off by %.3g\n", name, err);
+    if (err < 1e-7)
+        printf("ok gradient.%s\n", name);
+    else
+        printf("not ok gradient.%s: off by %.3g\n", name, err);
     return !(err < 1e-7);
 }
 

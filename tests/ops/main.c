@@ -1,4 +1,5 @@
-/* ops [BACKEND…] [--bench] [NAME]: runs the table on each backend; a NAME runs the cases whose line contains it. */
+/* ops [BACKEND…] [--bench] [NAME]: runs the table on each backend; a NAME runs the cases whose line
+ * contains it. */
 #include "tests/ops/ops.h"
 
 #include "kernels/half.h"
@@ -45,7 +46,8 @@ static void must(bool ok, const char *what)
     exit(100);
 }
 
-/* ---- tensors ------------------------------------------------------------------------------------ */
+/* ---- tensors ------------------------------------------------------------------------------------
+ */
 
 static void put(unsigned char *p, ql_dtype t, double x)
 {
@@ -114,7 +116,8 @@ static void release(ctx *c)
     c->n = 0;
 }
 
-/* ---- running ------------------------------------------------------------------------------------ */
+/* ---- running ------------------------------------------------------------------------------------
+ */
 
 ql_status run_start(ctx *c)
 {
@@ -135,7 +138,8 @@ ql_status run_start(ctx *c)
     return c->b->dev->record(c->q.stream, c->e0);
 }
 
-/* A test runs once. A bench runs once to warm up, then until 0.2 s have gone by, and keeps the best of ten runs' mean. */
+/* A test runs once. A bench runs once to warm up, then until 0.2 s have gone by, and keeps the best
+ * of ten runs' mean. */
 bool run_again(ctx *c)
 {
     enum { REPS = 10 };
@@ -149,7 +153,8 @@ bool run_again(ctx *c)
     if (left-- > 0) return true;
     double ms = 0;
     const ql_dev_table *d = c->b->dev;
-    if (d->record(c->q.stream, c->e1) || d->sync(c->q.stream) || d->elapsed(c->e0, c->e1, &ms)) return false;
+    if (d->record(c->q.stream, c->e1) || d->sync(c->q.stream) || d->elapsed(c->e0, c->e1, &ms))
+        return false;
     spent += ms;
     if (left == -1 && best < 1e29 && ms / REPS < best) best = ms / REPS;
     if (best > 1e29) best = 1e28; /* that was the warm-up */
@@ -161,7 +166,8 @@ bool run_again(ctx *c)
 
 static void check_guards(ctx *c, tens *t)
 {
-    int64_t row = t->t.ld * (int64_t)ql_dtype_size(t->t.dtype), used = t->t.cols * (int64_t)ql_dtype_size(t->t.dtype);
+    int64_t row = t->t.ld * (int64_t)ql_dtype_size(t->t.dtype),
+            used = t->t.cols * (int64_t)ql_dtype_size(t->t.dtype);
     for (int64_t i = 0; i < t->bytes; i++) {
         int64_t at = i - t->start;
         bool inside = at >= 0 && at < t->t.rows * row && (row == 0 || at % row < used);
@@ -195,12 +201,15 @@ void run_end(ctx *c, ql_status s)
     ql_error_clear();
 }
 
-/* ---- expectations ------------------------------------------------------------------------------- */
+/* ---- expectations -------------------------------------------------------------------------------
+ */
 
 static bool untouched(ctx *c, const tens *t, int64_t i)
 {
     int64_t x = i / t->t.cols, y = i % t->t.cols;
-    if (memcmp(element(t, t->before, x, y), element(t, t->after, x, y), ql_dtype_size(t->t.dtype)) == 0) return true;
+    if (memcmp(element(t, t->before, x, y), element(t, t->after, x, y),
+               ql_dtype_size(t->t.dtype)) == 0)
+        return true;
     fail(c, "%s[%lld][%lld] was written: %g", t->name, (long long)x, (long long)y, t->got[i]);
     return false;
 }
@@ -234,21 +243,22 @@ void expect_exact(ctx *c, const tens *t, const double *ref)
         if (isnan(ref[i])) {
             if (!untouched(c, t, i)) return;
         } else if (t->got[i] != ref[i] || signbit(t->got[i]) != signbit(ref[i])) {
-            fail(c, "%s[%lld][%lld] is %.9g, expected exactly %.9g", t->name, (long long)(i / t->t.cols),
-                 (long long)(i % t->t.cols), t->got[i], ref[i]);
+            fail(c, "%s[%lld][%lld] is %.9g, expected exactly %.9g", t->name,
+                 (long long)(i / t->t.cols), (long long)(i % t->t.cols), t->got[i], ref[i]);
             return;
         }
     }
 }
 
-/* ---- the table ---------------------------------------------------------------------------------- */
+/* ---- the table ----------------------------------------------------------------------------------
+ */
 
 static void case_name(char *s, size_t size, const ctx *c, const op_case *p)
 {
     static const char *const types[] = {"f32", "f16", "bf16"};
-    snprintf(s, size, "%s.%s.%s%s%s.%lldx%lldx%lld.%d%s", c->b->name, p->name, types[p->a], p->b != p->a ? "-" : "",
-             p->b != p->a ? types[p->b] : "", (long long)p->m, (long long)p->n, (long long)p->k, p->how,
-             p->pad ? ".ld" : "");
+    snprintf(s, size, "%s.%s.%s%s%s.%lldx%lldx%lld.%d%s", c->b->name, p->name, types[p->a],
+             p->b != p->a ? "-" : "", p->b != p->a ? types[p->b] : "", (long long)p->m,
+             (long long)p->n, (long long)p->k, p->how, p->pad ? ".ld" : "");
 }
 
 static void run_case(ctx *c, const op_case *p, int64_t shift)
@@ -270,8 +280,10 @@ static bool test_case(ctx *c, const op_case *p, const char *name)
             fail(c, i == 1 ? "two runs differ" : "another address gives other bits");
         hash = c->hash;
     }
-    if (c->why[0]) printf("not ok %s: %s\n", name, c->why);
-    else printf("ok %s\n", name);
+    if (c->why[0])
+        printf("not ok %s: %s\n", name, c->why);
+    else
+        printf("ok %s\n", name);
     fflush(stdout);
     return !c->why[0];
 }
@@ -283,8 +295,8 @@ static bool bench_case(ctx *c, const op_case *p, const char *name)
     run_case(c, p, 0);
     for (int i = 0; i < c->n; i++)
         if (c->t[i].block)
-            bytes += (double)(c->t[i].t.rows * c->t[i].t.cols) * (double)ql_dtype_size(c->t[i].t.dtype) *
-                     (c->t[i].role == INOUT ? 2 : 1);
+            bytes += (double)(c->t[i].t.rows * c->t[i].t.cols) *
+                     (double)ql_dtype_size(c->t[i].t.dtype) * (c->t[i].role == INOUT ? 2 : 1);
     release(c);
     if (c->why[0] || c->ms <= 0) {
         printf("not ok %s: %s\n", name, c->why[0] ? c->why : "not timed");
@@ -304,7 +316,8 @@ static int run_backend(const ql_backend *b, bool bench, const char *only)
     int failed = 0, gpu = strcmp(b->name, "cuda") == 0;
     must(b->dev->open(0, &c.dev) == QL_OK, "open device 0");
     must(b->dev->stream_open(c.dev, &c.q.stream) == QL_OK, "stream");
-    must(b->dev->event_open(c.dev, &c.e0) == QL_OK && b->dev->event_open(c.dev, &c.e1) == QL_OK, "event");
+    must(b->dev->event_open(c.dev, &c.e0) == QL_OK && b->dev->event_open(c.dev, &c.e1) == QL_OK,
+         "event");
     must(b->dev->alloc(c.dev, QL_WORK_BYTES, &c.q.work) == QL_OK, "workspace");
     c.q.ops = b->ops;
     for (int i = 0; i < op_case_count; i++) {
@@ -328,9 +341,12 @@ int main(int argc, char **argv)
     const ql_backend *b;
     int n = 0, failed = 0;
     for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--bench") == 0) bench = true;
-        else if (n < 8 && (!strcmp(argv[i], "cpu") || !strcmp(argv[i], "cuda"))) names[n++] = argv[i];
-        else only = argv[i];
+        if (strcmp(argv[i], "--bench") == 0)
+            bench = true;
+        else if (n < 8 && (!strcmp(argv[i], "cpu") || !strcmp(argv[i], "cuda")))
+            names[n++] = argv[i];
+        else
+            only = argv[i];
     }
     if (n == 0) names[n++] = test_default;
     if (!bench && !only) failed += test_gradients();

@@ -3,8 +3,8 @@
 #include <math.h>
 #include <stdlib.h>
 
-void ref_matmul(double *out, const double *a, const double *b, ql_trans trans, double alpha, const double *c,
-                const double *bias, int64_t m, int64_t n, int64_t k)
+void ref_matmul(double *out, const double *a, const double *b, ql_trans trans, double alpha,
+                const double *c, const double *bias, int64_t m, int64_t n, int64_t k)
 {
     for (int64_t i = 0; i < m; i++) {
         for (int64_t j = 0; j < n; j++) {
@@ -32,8 +32,8 @@ void ref_rmsnorm(double *y, const double *x, const double *w, double eps, int64_
     }
 }
 
-void ref_rmsnorm_dx(double *dx, const double *dy, const double *x, const double *w, double eps, const double *dres,
-                    int64_t rows, int64_t n)
+void ref_rmsnorm_dx(double *dx, const double *dy, const double *x, const double *w, double eps,
+                    const double *dres, int64_t rows, int64_t n)
 {
     for (int64_t i = 0; i < rows; i++, dx += n, dy += n, x += n) {
         double inv = inverse_rms(x, eps, n), mean = 0;
@@ -43,8 +43,8 @@ void ref_rmsnorm_dx(double *dx, const double *dy, const double *x, const double 
     }
 }
 
-void ref_rope(double *x, int64_t rows, int64_t cols, int64_t D, const double *pos, const double *freq, double scale,
-              int sign)
+void ref_rope(double *x, int64_t rows, int64_t cols, int64_t D, const double *pos,
+              const double *freq, double scale, int sign)
 {
     for (int64_t t = 0; t < rows; t++) {
         for (int64_t c = 0; c < cols; c += D) {
@@ -71,15 +71,16 @@ void ref_swiglu_dx(double *dgu, const double *dh, const double *gu, int64_t rows
 {
     for (int64_t t = 0; t < rows; t++)
         for (int64_t j = 0; j < F; j++) {
-            double g = gu[t * 2 * F + j], u = gu[t * 2 * F + F + j], s = 1 / (1 + exp(-g)), d = dh[t * F + j];
+            double g = gu[t * 2 * F + j], u = gu[t * 2 * F + F + j], s = 1 / (1 + exp(-g)),
+                   d = dh[t * F + j];
             dgu[t * 2 * F + j] = d * u * s * (1 + g * (1 - s));
             dgu[t * 2 * F + F + j] = d * g * s;
         }
 }
 
 /* The probabilities of one query and head over its document's keys; returns the log-sum. */
-static double probabilities(double *p, const double *q, const double *k, const ref_attn *a, int64_t doc, int64_t h,
-                            int64_t i)
+static double probabilities(double *p, const double *q, const double *k, const ref_attn *a,
+                            int64_t doc, int64_t h, int64_t i)
 {
     int64_t pos = i + a->k_len[doc] - a->q_len[doc], g = h / (a->H / a->G);
     double top = -INFINITY, sum = 0;
@@ -97,7 +98,8 @@ static double probabilities(double *p, const double *q, const double *k, const r
 }
 
 /* Rows outside every document are NaN: they must not be written. */
-void ref_attention(double *o, double *lse, const double *q, const double *k, const double *v, const ref_attn *a)
+void ref_attention(double *o, double *lse, const double *q, const double *k, const double *v,
+                   const ref_attn *a)
 {
     double *p = calloc((size_t)a->tk + 1, sizeof *p);
     for (int64_t i = 0; i < a->tq * a->H * a->D; i++) o[i] = NAN;
@@ -118,10 +120,12 @@ void ref_attention(double *o, double *lse, const double *q, const double *k, con
 }
 
 /* One query and head's share: dq of its row, added to dk and dv. */
-static void query_dx(double *dq, double *dk, double *dv, const double *dout, const double *q, const double *k,
-                     const double *v, const ref_attn *a, int64_t doc, int64_t h, int64_t i, double *p, double *dp)
+static void query_dx(double *dq, double *dk, double *dv, const double *dout, const double *q,
+                     const double *k, const double *v, const ref_attn *a, int64_t doc, int64_t h,
+                     int64_t i, double *p, double *dp)
 {
-    int64_t row = ((a->q_start[doc] + i) * a->H + h) * a->D, g = h / (a->H / a->G), n = a->k_len[doc];
+    int64_t row = ((a->q_start[doc] + i) * a->H + h) * a->D, g = h / (a->H / a->G),
+            n = a->k_len[doc];
     double mean = 0;
     probabilities(p, q, k, a, doc, h, i);
     for (int64_t j = 0; j < n; j++) {
@@ -142,8 +146,8 @@ static void query_dx(double *dq, double *dk, double *dv, const double *dout, con
     }
 }
 
-void ref_attention_dx(double *dq, double *dk, double *dv, const double *dout, const double *q, const double *k,
-                      const double *v, const ref_attn *a)
+void ref_attention_dx(double *dq, double *dk, double *dv, const double *dout, const double *q,
+                      const double *k, const double *v, const ref_attn *a)
 {
     double *p = calloc(2 * (size_t)a->tk + 2, sizeof *p), *dp = p + a->tk + 1;
     for (int64_t i = 0; i < a->tq * a->H * a->D; i++) dq[i] = NAN;
@@ -152,12 +156,14 @@ void ref_attention_dx(double *dq, double *dk, double *dv, const double *dout, co
         int64_t first = a->k_start[doc] * a->G * a->D;
         for (int64_t x = 0; x < a->k_len[doc] * a->G * a->D; x++) dk[first + x] = dv[first + x] = 0;
         for (int64_t i = 0; i < a->q_len[doc]; i++)
-            for (int64_t h = 0; h < a->H; h++) query_dx(dq, dk, dv, dout, q, k, v, a, doc, h, i, p, dp);
+            for (int64_t h = 0; h < a->H; h++)
+                query_dx(dq, dk, dv, dout, q, k, v, a, doc, h, i, p, dp);
     }
     free(p);
 }
 
-double ref_ce(const double *logits, int64_t n, int64_t target, double smoothing, double *lse, double *dlogits)
+double ref_ce(const double *logits, int64_t n, int64_t target, double smoothing, double *lse,
+              double *dlogits)
 {
     double top = -INFINITY, s = 0, mean = 0;
     for (int64_t j = 0; j < n; j++) top = fmax(top, logits[j]);
@@ -165,7 +171,8 @@ double ref_ce(const double *logits, int64_t n, int64_t target, double smoothing,
     *lse = top + log(s);
     for (int64_t j = 0; j < n; j++)
         dlogits[j] = target < 0 ? 0
-                                : exp(logits[j] - *lse) - (j == target ? 1 - smoothing : 0) - smoothing / (double)n;
+                                : exp(logits[j] - *lse) - (j == target ? 1 - smoothing : 0) -
+                                      smoothing / (double)n;
     return target < 0 ? 0 : (1 - smoothing) * (*lse - logits[target]) + smoothing * (*lse - mean);
 }
 

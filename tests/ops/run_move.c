@@ -14,10 +14,12 @@ static double stored(double x, ql_dtype t)
 
 void run_convert(ctx *c, const op_case *p)
 {
-    tens *out = make(c, "out", OUT, p->b, p->m, p->n, p->pad), *in = make(c, "in", IN, p->a, p->m, p->n, 2 * p->pad);
+    tens *out = make(c, "out", OUT, p->b, p->m, p->n, p->pad),
+         *in = make(c, "in", IN, p->a, p->m, p->n, 2 * p->pad);
     /* Ties, subnormals, overflow, infinities beside ordinary values. */
-    const double odd[] = {65504, 65519.99, 65520, 1e30, -1e-7, 6e-8, 2.9e-8, 0.0, -0.0, INFINITY, -INFINITY, 1.00048828125,
-                          1.00146484375, 1.00390625, 1.01171875, 3.4e38, 1e-40};
+    const double odd[] = {65504,         65519.99,   65520,      1e30,     -1e-7,     6e-8,
+                          2.9e-8,        0.0,        -0.0,       INFINITY, -INFINITY, 1.00048828125,
+                          1.00146484375, 1.00390625, 1.01171875, 3.4e38,   1e-40};
     for (int64_t i = 0; i < p->m * p->n && i < 17; i++) in->v[i] = odd[i];
     double *ref = doubles(c, p->m * p->n);
     RUN(c, ql_convert(&c->q, out->t, in->t));
@@ -42,14 +44,16 @@ void run_add(ctx *c, const op_case *p)
     tens *b = p->how & 2 ? out : make(c, "b", IN, QL_F32, p->m, p->n, 2 * p->pad);
     double *ref = doubles(c, p->m * p->n);
     RUN(c, ql_add(&c->q, out->t, a->t, b->t));
-    for (int64_t i = 0; live(c) && i < p->m * p->n; i++) ref[i] = (double)((float)a->v[i] + (float)b->v[i]);
+    for (int64_t i = 0; live(c) && i < p->m * p->n; i++)
+        ref[i] = (double)((float)a->v[i] + (float)b->v[i]);
     expect_exact(c, out, ref);
 }
 
 /* k rows of `in`, m indices. */
 void run_gather(ctx *c, const op_case *p)
 {
-    tens *out = make(c, "out", OUT, p->b, p->m, p->n, p->pad), *in = make(c, "in", IN, p->a, p->k, p->n, 2 * p->pad);
+    tens *out = make(c, "out", OUT, p->b, p->m, p->n, p->pad),
+         *in = make(c, "in", IN, p->a, p->k, p->n, 2 * p->pad);
     tens *index = make(c, "index", IN, QL_I32, 1, p->m, 0);
     double *ref = doubles(c, p->m * p->n);
     for (int64_t i = 0; i < p->m; i++) index->v[i] = floor(rnd(c, -1, (double)p->k));
@@ -57,14 +61,16 @@ void run_gather(ctx *c, const op_case *p)
     RUN(c, ql_gather_rows(&c->q, out->t, in->t, index->t));
     for (int64_t i = 0; live(c) && i < p->m; i++)
         for (int64_t j = 0; j < p->n; j++)
-            ref[i * p->n + j] = index->v[i] < 0 ? 0 : stored(in->v[(int64_t)index->v[i] * p->n + j], p->b);
+            ref[i * p->n + j] =
+                index->v[i] < 0 ? 0 : stored(in->v[(int64_t)index->v[i] * p->n + j], p->b);
     expect_exact(c, out, ref);
 }
 
 /* m rows into k ≥ m. */
 void run_scatter(ctx *c, const op_case *p)
 {
-    tens *out = make(c, "out", OUT, p->b, p->k, p->n, p->pad), *in = make(c, "in", IN, p->a, p->m, p->n, 2 * p->pad);
+    tens *out = make(c, "out", OUT, p->b, p->k, p->n, p->pad),
+         *in = make(c, "in", IN, p->a, p->m, p->n, 2 * p->pad);
     tens *index = make(c, "index", IN, QL_I32, 1, p->m, 0);
     double *ref = doubles(c, p->k * p->n);
     /* Distinct rows in an order that is not theirs; one is skipped. */
@@ -78,10 +84,12 @@ void run_scatter(ctx *c, const op_case *p)
     expect_exact(c, out, ref);
 }
 
-/* how 0: finite; 1: one NaN at the end; 2: one infinity in the middle; 3: finite, the flag was set before. */
+/* how 0: finite; 1: one NaN at the end; 2: one infinity in the middle; 3: finite, the flag was set
+ * before. */
 void run_finite(ctx *c, const op_case *p)
 {
-    tens *flag = make(c, "flag", INOUT, QL_I32, 1, 1, 0), *in = make(c, "in", IN, p->a, p->m, p->n, p->pad);
+    tens *flag = make(c, "flag", INOUT, QL_I32, 1, 1, 0),
+         *in = make(c, "in", IN, p->a, p->m, p->n, p->pad);
     int64_t n = p->m * p->n;
     flag->v[0] = p->how == 3;
     if (p->how == 1) in->v[n - 1] = NAN;
@@ -92,13 +100,26 @@ void run_finite(ctx *c, const op_case *p)
     expect_exact(c, flag, &ref);
 }
 
-/* ---- 4-bit weights -------------------------------------------------------------------------------- */
+/* ---- 4-bit weights --------------------------------------------------------------------------- */
 
-/* The NF4 code (formats 1.1) and a sorted table of 256, signed or not, shaped like the dynamic map. */
-static const double nf4_code[16] = {
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0};
+/* The NF4 code (formats 1.1) and a sorted table of 256, signed or not, shaped like the dynamic map.
+ */
+static const double nf4_code[16] = {-1.0,
+                                    -0.6961928009986877,
+                                    -0.5250730514526367,
+                                    -0.39491748809814453,
+                                    -0.28444138169288635,
+                                    -0.18477343022823334,
+                                    -0.09105003625154495,
+                                    0.0,
+                                    0.07958029955625534,
+                                    0.16093020141124725,
+                                    0.24611230194568634,
+                                    0.33791524171829224,
+                                    0.44070982933044434,
+                                    0.5626170039176941,
+                                    0.7229568362236023,
+                                    1.0};
 
 /* formats 1.5: signed or unsigned map, ascending. */
 void dynamic_map(double *code, bool is_signed)
@@ -108,7 +129,8 @@ void dynamic_map(double *code, bool is_signed)
         int points = (1 << (is_signed ? i : i + 1)) + 1;
         float step = (1.0f - 0.1f) / (float)(points - 1), power = (float)pow(10, i - 6), prev = 0;
         for (int j = 0; j < points; j++) {
-            float b = j < points / 2 ? fmaf(step, (float)j, 0.1f) : fmaf(-step, (float)(points - 1 - j), 1.0f);
+            float b = j < points / 2 ? fmaf(step, (float)j, 0.1f)
+                                     : fmaf(-step, (float)(points - 1 - j), 1.0f);
             if (j > 0) {
                 code[n++] = (double)(power * ((prev + b) / 2));
                 if (is_signed) code[n] = -code[n - 1], n++;
@@ -128,12 +150,14 @@ void dynamic_map(double *code, bool is_signed)
 static void nf4_matrix(ctx *c, const op_case *p, ql_nf4 *w, tens **out, double **ref, int64_t rows)
 {
     int64_t total = rows * p->n, block2 = p->how & 1 ? 256 : 0, grain = 64 * (block2 ? block2 : 1);
-    *w = (ql_nf4){.rows = rows, .cols = p->n, .block = 64, .block2 = (int)block2, .parts = (int)p->k};
+    *w = (ql_nf4){
+        .rows = rows, .cols = p->n, .block = 64, .block2 = (int)block2, .parts = (int)p->k};
     w->state = (ql_dtype)(p->how >> 1);
     w->part = ql_round_up(ql_ceil_div(total, p->k), grain);
     *out = make(c, "out", OUT, p->a, rows, p->n, p->pad);
     *ref = doubles(c, total);
-    tens *code = make(c, "code", IN, QL_F32, 1, 16, 0), *code2 = make(c, "code2", IN, QL_F32, 1, 256, 0);
+    tens *code = make(c, "code", IN, QL_F32, 1, 16, 0),
+         *code2 = make(c, "code2", IN, QL_F32, 1, 256, 0);
     memcpy(code->v, nf4_code, sizeof nf4_code);
     dynamic_map(code2->v, true);
     w->code = code->t.data, w->code2 = code2->t.data, w->offset = block2 ? 0.0421f : 0.0f;
@@ -143,18 +167,22 @@ static void nf4_matrix(ctx *c, const op_case *p, ql_nf4 *w, tens **out, double *
         tens *absmax = make(c, "absmax", IN, block2 ? QL_U8 : QL_F32, 1, blocks, 0);
         tens *absmax2 = make(c, "absmax2", IN, QL_F32, 1, ql_ceil_div(blocks, 256), 0);
         for (int64_t j = 0; j < packed->t.cols; j++) packed->v[j] = floor(rnd(c, 0, 256));
-        for (int64_t j = 0; j < blocks; j++) absmax->v[j] = block2 ? floor(rnd(c, 0, 256)) : rnd(c, 0, 0.1);
+        for (int64_t j = 0; j < blocks; j++)
+            absmax->v[j] = block2 ? floor(rnd(c, 0, 256)) : rnd(c, 0, 0.1);
         for (int64_t j = 0; j < absmax2->t.cols; j++) absmax2->v[j] = rnd(c, 0, 0.05);
-        w->packed[i] = packed->t.data, w->absmax[i] = absmax->t.data, w->absmax2[i] = absmax2->t.data;
+        w->packed[i] = packed->t.data, w->absmax[i] = absmax->t.data,
+        w->absmax2[i] = absmax2->t.data;
         for (int64_t e = 0; !c->bench && e < n; e++) {
             int byte = (int)packed->v[e / 2], nibble = e % 2 ? byte & 15 : byte >> 4;
             float s = (float)absmax->v[e / 64];
             if (block2) {
                 /* Two roundings: the volatile keeps a compiler from fusing them. */
-                volatile float scaled = (float)code2->v[(int)absmax->v[e / 64]] * (float)absmax2->v[e / 64 / 256];
+                volatile float scaled =
+                    (float)code2->v[(int)absmax->v[e / 64]] * (float)absmax2->v[e / 64 / 256];
                 s = scaled + w->offset;
             }
-            (*ref)[i * w->part + e] = stored(stored((double)((float)nf4_code[nibble] * s), w->state), p->a);
+            (*ref)[i * w->part + e] =
+                stored(stored((double)((float)nf4_code[nibble] * s), w->state), p->a);
         }
     }
 }
@@ -171,30 +199,33 @@ void run_dequant(ctx *c, const op_case *p)
     for (int i = 0; i < n; i++) expect_exact(c, out[i], ref[i]);
 }
 
-static const double nf4_bars[15] = {-0.8480964004993439,  -0.6106329262256622,  -0.4599952697753906,
-                                    -0.33967943489551544, -0.23460740596055984, -0.13791173323988914,
-                                    -0.045525018125772476, 0.03979014977812767, 0.1202552504837513,
-                                    0.2035212516784668,   0.2920137718319893,   0.3893125355243683,
-                                    0.5016634166240692,   0.6427869200706482,   0.8614784181118011};
+static const double nf4_bars[15] = {
+    -0.8480964004993439,  -0.6106329262256622,  -0.4599952697753906,   -0.33967943489551544,
+    -0.23460740596055984, -0.13791173323988914, -0.045525018125772476, 0.03979014977812767,
+    0.1202552504837513,   0.2035212516784668,   0.2920137718319893,    0.3893125355243683,
+    0.5016634166240692,   0.6427869200706482,   0.8614784181118011};
 
-/* Codes are demanded exactly except where y is within 2 ulp of a threshold: the reciprocal is approximate
- * on GPUs. how 1: a block of zeros, a constant one, huge and tiny ones first. */
+/* Codes are demanded exactly except where y is within 2 ulp of a threshold: the reciprocal is
+ * approximate on GPUs. how 1: a block of zeros, a constant one, huge and tiny ones first. */
 void run_quant(ctx *c, const op_case *p)
 {
     int64_t n = p->m * p->n, blocks = ql_ceil_div(n, 64);
     tens *packed = make(c, "packed", OUT, QL_U8, 1, ql_ceil_div(n, 2), 0);
-    tens *absmax = make(c, "absmax", OUT, QL_F32, 1, blocks, 0), *in = make(c, "in", IN, p->a, p->m, p->n, 0);
+    tens *absmax = make(c, "absmax", OUT, QL_F32, 1, blocks, 0),
+         *in = make(c, "in", IN, p->a, p->m, p->n, 0);
     double *ref = doubles(c, blocks);
     for (int64_t i = 0; p->how == 1 && i < n && i < 256; i++)
         in->v[i] = i < 64 ? 0 : i < 128 ? 0.25 : i < 192 ? in->v[i] * 6e4 : in->v[i] * 1e-6;
     RUN(c, ql_nf4_quant(&c->q, packed->t, absmax->t, in->t));
     for (int64_t b = 0; live(c) && b < blocks; b++) {
-        for (int64_t i = b * 64; i < n && i < b * 64 + 64; i++) ref[b] = fmax(ref[b], fabs(in->v[i]));
+        for (int64_t i = b * 64; i < n && i < b * 64 + 64; i++)
+            ref[b] = fmax(ref[b], fabs(in->v[i]));
         for (int64_t i = b * 64; i < b * 64 + 64 && i < 2 * packed->t.cols; i++) {
             int byte = (int)packed->got[i / 2], got = i % 2 ? byte & 15 : byte >> 4, lo = 0, hi = 0;
             double y = i >= n ? 0 : in->v[i] / ref[b];
             for (int k = 0; k < 15; k++) {
-                double slack = p->a == QL_F32 || c->b->name[1] == 'u' ? 2.4e-7 * fabs(nf4_bars[k]) : 0;
+                double slack =
+                    p->a == QL_F32 || c->b->name[1] == 'u' ? 2.4e-7 * fabs(nf4_bars[k]) : 0;
                 lo += y > nf4_bars[k] + slack, hi += y > nf4_bars[k] - slack;
             }
             if (ref[b] == 0) lo = hi = i < n ? 0 : 7;
@@ -209,14 +240,17 @@ void run_quant(ctx *c, const op_case *p)
 void run_scale_quant(ctx *c, const op_case *p)
 {
     int64_t n = p->n, blocks = ql_ceil_div(n, 256);
-    tens *code = make(c, "code", OUT, QL_U8, 1, n, 0), *absmax2 = make(c, "absmax2", OUT, QL_F32, 1, blocks, 0);
-    tens *absmax = make(c, "absmax", IN, QL_F32, 1, n, 0), *table = make(c, "code2", IN, QL_F32, 1, 256, 0);
+    tens *code = make(c, "code", OUT, QL_U8, 1, n, 0),
+         *absmax2 = make(c, "absmax2", OUT, QL_F32, 1, blocks, 0);
+    tens *absmax = make(c, "absmax", IN, QL_F32, 1, n, 0),
+         *table = make(c, "code2", IN, QL_F32, 1, 256, 0);
     double *ref = doubles(c, blocks);
     const float offset = 0.5f;
     dynamic_map(table->v, true);
     for (int64_t i = 0; i < n; i++) absmax->v[i] = p->how == 1 ? 0.5 : 0.5 + 0.1 * absmax->v[i];
     RUN(c, ql_scale_quant(&c->q, code->t, absmax2->t, absmax->t, table->t, offset));
-    for (int64_t i = 0; live(c) && i < n; i++) ref[i / 256] = fmax(ref[i / 256], fabs((double)((float)absmax->v[i] - offset)));
+    for (int64_t i = 0; live(c) && i < n; i++)
+        ref[i / 256] = fmax(ref[i / 256], fabs((double)((float)absmax->v[i] - offset)));
     for (int64_t i = 0; live(c) && i < n; i++) {
         double y = (double)((float)absmax->v[i] - offset) / ref[i / 256], best = 1e9;
         int got = (int)code->got[i];

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- attention: m tokens in all, n = head size, k = the documents' layout, how = heads and window ---- */
+/* ---- attention: m tokens in all, n = head size, k = the documents' layout, how = heads and window  */
 
 enum { DOCS = 8 };
 
@@ -18,17 +18,21 @@ typedef struct {
     int64_t tk;
 } layout;
 
-/* k 0: one document; 1: five ragged ones with gaps around them, one maybe empty; 2: one token each with long keys (decode);
- * 3: a chunk at the end of its keys (prefill), and one with more queries than keys. */
+/* k 0: one document; 1: five ragged ones with gaps around them, one maybe empty; 2: one token each
+ * with long keys (decode); 3: a chunk at the end of its keys (prefill), and one with more queries
+ * than keys. */
 static void documents(layout *l, int64_t k, int64_t t)
 {
     static const double cut[6] = {0, 0.05, 0.4, 0.41, 0.7, 0.97};
-    int32_t(*d)[DOCS] = l->docs, n = (int32_t)t;
+    int32_t (*d)[DOCS] = l->docs, n = (int32_t)t;
     l->a.docs = k == 1 ? 5 : k == 2 ? 4 : k == 3 ? 2 : 1;
     l->tk = k == 2 ? 40 * t : k == 3 ? 2 * t : t;
     for (int32_t i = 0; i < (int32_t)l->a.docs; i++) {
         d[0][i] = k == 1 ? (int32_t)(cut[i] * (double)t) + 1 : k == 2 ? i : i * (n / 2);
-        d[1][i] = k == 1 ? (int32_t)((cut[i + 1] - cut[i]) * (double)t) : k == 2 ? 1 : k == 3 ? n / 3 : n;
+        d[1][i] = k == 1   ? (int32_t)((cut[i + 1] - cut[i]) * (double)t)
+                  : k == 2 ? 1
+                  : k == 3 ? n / 3
+                           : n;
         d[2][i] = k == 2 ? i * 10 * n + 1 : k == 3 ? i * n : d[0][i];
         d[3][i] = k == 2 ? 7 * n + i : k == 3 ? (i ? n / 5 : n) : d[1][i];
         l->a.q_max = ql_max64(l->a.q_max, d[1][i]);
@@ -52,8 +56,9 @@ static void lay_out(ctx *c, const op_case *p, layout *l)
     }
     l->a.q_start = d[0]->t.data, l->a.q_len = d[1]->t.data;
     l->a.k_start = d[2]->t.data, l->a.k_len = d[3]->t.data;
-    l->r = (ref_attn){l->a.heads, l->a.kv_heads, p->n,          l->a.window,    l->a.docs,      p->m,
-                      l->tk,      (double)l->a.scale, l->docs[0], l->docs[1], l->docs[2], l->docs[3]};
+    l->r =
+        (ref_attn){l->a.heads, l->a.kv_heads,      p->n,       l->a.window, l->a.docs,  p->m,
+                   l->tk,      (double)l->a.scale, l->docs[0], l->docs[1],  l->docs[2], l->docs[3]};
 }
 
 static double attention_flops(const layout *l)
@@ -81,8 +86,10 @@ void run_attention(ctx *c, const op_case *p)
     layout l;
     lay_out(c, p, &l);
     int64_t n = l.a.heads * p->n, nk = l.a.kv_heads * p->n;
-    tens *o = make(c, "o", OUT, p->a, p->m, n, p->pad), *lse = make(c, "lse", OUT, QL_F32, p->m, l.a.heads, 0);
-    tens *q = make(c, "q", IN, p->a, p->m, n, 2 * p->pad), *k = make(c, "k", IN, p->a, l.tk, nk, p->pad);
+    tens *o = make(c, "o", OUT, p->a, p->m, n, p->pad),
+         *lse = make(c, "lse", OUT, QL_F32, p->m, l.a.heads, 0);
+    tens *q = make(c, "q", IN, p->a, p->m, n, 2 * p->pad),
+         *k = make(c, "k", IN, p->a, l.tk, nk, p->pad);
     tens *v = make(c, "v", IN, p->a, l.tk, nk, 0);
     double *ref = doubles(c, p->m * n), *ref_lse = doubles(c, p->m * l.a.heads);
     for (int64_t i = 0; i < p->m * n; i++) q->v[i] *= 4;
@@ -102,13 +109,18 @@ void run_attention_dx(ctx *c, const op_case *p)
     layout l;
     lay_out(c, p, &l);
     int64_t n = l.a.heads * p->n, nk = l.a.kv_heads * p->n;
-    tens *dq = make(c, "dq", OUT, p->a, p->m, n, p->pad), *dk = make(c, "dk", OUT, p->a, l.tk, nk, 3 * p->pad);
-    tens *dv = make(c, "dv", OUT, p->a, l.tk, nk, p->pad), *delta = make(c, "delta", OUT, QL_F32, p->m, l.a.heads, 0);
-    tens *dout = make(c, "dout", IN, p->a, p->m, n, 0), *o = make(c, "o", IN, p->a, p->m, n, p->pad);
+    tens *dq = make(c, "dq", OUT, p->a, p->m, n, p->pad),
+         *dk = make(c, "dk", OUT, p->a, l.tk, nk, 3 * p->pad);
+    tens *dv = make(c, "dv", OUT, p->a, l.tk, nk, p->pad),
+         *delta = make(c, "delta", OUT, QL_F32, p->m, l.a.heads, 0);
+    tens *dout = make(c, "dout", IN, p->a, p->m, n, 0),
+         *o = make(c, "o", IN, p->a, p->m, n, p->pad);
     tens *lse = make(c, "lse", IN, QL_F32, p->m, l.a.heads, 0);
-    tens *q = make(c, "q", IN, p->a, p->m, n, 2 * p->pad), *k = make(c, "k", IN, p->a, l.tk, nk, p->pad);
+    tens *q = make(c, "q", IN, p->a, p->m, n, 2 * p->pad),
+         *k = make(c, "k", IN, p->a, l.tk, nk, p->pad);
     tens *v = make(c, "v", IN, p->a, l.tk, nk, 0);
-    double *ref = doubles(c, p->m * n), *ref_k = doubles(c, l.tk * nk), *ref_v = doubles(c, l.tk * nk);
+    double *ref = doubles(c, p->m * n), *ref_k = doubles(c, l.tk * nk),
+           *ref_v = doubles(c, l.tk * nk);
     for (int64_t i = 0; i < p->m * n; i++) {
         q->v[i] = (double)ql_float_round((float)(4 * q->v[i]), p->a);
         dout->v[i] = (double)ql_float_round((float)dout->v[i], p->a);
@@ -123,7 +135,8 @@ void run_attention_dx(ctx *c, const op_case *p)
     poison(k, l.docs[2], l.docs[3], l.a.docs);
     poison(v, l.docs[2], l.docs[3], l.a.docs);
     c->flops = 2.5 * attention_flops(&l);
-    RUN(c, ql_attention_dx(&c->q, dq->t, dk->t, dv->t, dout->t, o->t, lse->t, delta->t, q->t, k->t, v->t, &l.a));
+    RUN(c, ql_attention_dx(&c->q, dq->t, dk->t, dv->t, dout->t, o->t, lse->t, delta->t, q->t, k->t,
+                           v->t, &l.a));
     if (!live(c)) return;
     ref_attention_dx(ref, ref_k, ref_v, dout->v, q->v, k->v, v->v, &l.r);
     expect(c, dq, ref, bar_of(p->a, 4e-6));
@@ -131,7 +144,7 @@ void run_attention_dx(ctx *c, const op_case *p)
     expect(c, dv, ref_v, bar_of(p->a, 4e-6));
 }
 
-/* ---- loss: m rows, n vocabulary, k pieces of it (a power of two) ------------------------------------ */
+/* ---- loss: m rows, n vocabulary, k pieces of it (a power of two) ----------------------------- */
 
 typedef struct {
     tens *stats[8], *logits, *target, *nll, *lse;
@@ -143,12 +156,15 @@ typedef struct {
 static ql_status loss_forward(ctx *c, const loss *x)
 {
     for (int i = 0; i < x->pieces; i++) {
-        ql_tensor part = ql_cols(x->logits->t, i * x->piece, ql_min64(x->piece, x->vocab - i * x->piece));
+        ql_tensor part =
+            ql_cols(x->logits->t, i * x->piece, ql_min64(x->piece, x->vocab - i * x->piece));
         QL_TRY(ql_ce_stats(&c->q, x->stats[i]->t, part, x->target->t, i * x->piece));
     }
     for (int half = x->pieces / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) QL_TRY(ql_ce_join(&c->q, x->stats[i]->t, x->stats[i + half]->t));
-    return ql_ce_loss(&c->q, x->nll->t, x->lse->t, x->stats[0]->t, x->target->t, x->smoothing, x->vocab);
+        for (int i = 0; i < half; i++)
+            QL_TRY(ql_ce_join(&c->q, x->stats[i]->t, x->stats[i + half]->t));
+    return ql_ce_loss(&c->q, x->nll->t, x->lse->t, x->stats[0]->t, x->target->t, x->smoothing,
+                      x->vocab);
 }
 
 static void loss_inputs(ctx *c, const op_case *p, loss *x, role logits)
@@ -158,7 +174,8 @@ static void loss_inputs(ctx *c, const op_case *p, loss *x, role logits)
     x->logits = make(c, "logits", logits, p->a, p->m, p->n, p->pad);
     x->target = make(c, "target", IN, QL_I32, 1, p->m, 0);
     for (int64_t i = 0; i < p->m * p->n; i++) x->logits->v[i] *= 8;
-    for (int64_t i = 0; i < p->m; i++) x->target->v[i] = i % 4 == 2 ? -100 : floor(rnd(c, 0, (double)p->n));
+    for (int64_t i = 0; i < p->m; i++)
+        x->target->v[i] = i % 4 == 2 ? -100 : floor(rnd(c, 0, (double)p->n));
     x->target->v[0] = (double)(p->n - 1);
     if (p->m > 1) x->target->v[1] = 0;
 }
@@ -170,10 +187,12 @@ void run_ce(ctx *c, const op_case *p)
     double *ref = doubles(c, p->m), *ref_lse = doubles(c, p->m), *d = doubles(c, p->n);
     loss_inputs(c, p, &x, IN);
     for (int i = 0; i < x.pieces; i++) x.stats[i] = make(c, "stats", OUT, QL_F32, p->m, 4, 0);
-    x.nll = make(c, "nll", OUT, QL_F32, 1, p->m, 0), x.lse = make(c, "lse", OUT, QL_F32, 1, p->m, 0);
+    x.nll = make(c, "nll", OUT, QL_F32, 1, p->m, 0),
+    x.lse = make(c, "lse", OUT, QL_F32, 1, p->m, 0);
     RUN(c, loss_forward(c, &x));
     for (int64_t i = 0; live(c) && i < p->m; i++)
-        ref[i] = ref_ce(x.logits->v + i * p->n, p->n, (int64_t)x.target->v[i], (double)x.smoothing, &ref_lse[i], d);
+        ref[i] = ref_ce(x.logits->v + i * p->n, p->n, (int64_t)x.target->v[i], (double)x.smoothing,
+                        &ref_lse[i], d);
     expect(c, x.nll, ref, 1e-6);
     expect(c, x.lse, ref_lse, 1e-6);
 }
@@ -181,8 +200,10 @@ void run_ce(ctx *c, const op_case *p)
 static ql_status loss_backward(ctx *c, const loss *x, const ql_ctl *ctl)
 {
     for (int i = 0; i < x->pieces; i++) {
-        ql_tensor part = ql_cols(x->logits->t, i * x->piece, ql_min64(x->piece, x->vocab - i * x->piece));
-        QL_TRY(ql_ce_grad(&c->q, part, x->lse->t, x->target->t, i * x->piece, x->smoothing, x->vocab, ctl));
+        ql_tensor part =
+            ql_cols(x->logits->t, i * x->piece, ql_min64(x->piece, x->vocab - i * x->piece));
+        QL_TRY(ql_ce_grad(&c->q, part, x->lse->t, x->target->t, i * x->piece, x->smoothing,
+                          x->vocab, ctl));
     }
     return QL_OK;
 }
@@ -214,8 +235,10 @@ void run_ce_grad(ctx *c, const op_case *p)
     word_f32(ctl, FIELD(loss_scale), 1024), word_f32(ctl, FIELD(inv_items), 1 / 37.0f);
     for (int64_t i = 0; !c->bench && i < p->m; i++) {
         for (int64_t j = 0; j < p->n; j++)
-            x.logits->v[i * p->n + j] = (double)ql_float_round((float)x.logits->v[i * p->n + j], p->a);
-        ref_ce(x.logits->v + i * p->n, p->n, (int64_t)x.target->v[i], (double)x.smoothing, &x.lse->v[i], ref + i * p->n);
+            x.logits->v[i * p->n + j] =
+                (double)ql_float_round((float)x.logits->v[i * p->n + j], p->a);
+        ref_ce(x.logits->v + i * p->n, p->n, (int64_t)x.target->v[i], (double)x.smoothing,
+               &x.lse->v[i], ref + i * p->n);
         for (int64_t j = 0; j < p->n; j++) ref[i * p->n + j] *= 1024 / 37.0;
     }
     RUN(c, loss_backward(c, &x, ctl->t.data));
@@ -231,28 +254,37 @@ void run_sum(ctx *c, const op_case *p)
     expect(c, out, &ref, 5e-7);
 }
 
-/* ---- optimizer: n blocks of 4096 -------------------------------------------------------------------- */
+/* ---- optimizer: n blocks of 4096 ------------------------------------------------------------- */
 
 void run_norm_parts(ctx *c, const op_case *p)
 {
-    tens *part = make(c, "part", OUT, QL_F32, 1, p->n, 0), *g = make(c, "g", IN, QL_F32, 1, p->n * QL_OPT_BLOCK, 0);
+    tens *part = make(c, "part", OUT, QL_F32, 1, p->n, 0),
+         *g = make(c, "g", IN, QL_F32, 1, p->n * QL_OPT_BLOCK, 0);
     double *ref = doubles(c, p->n);
     RUN(c, ql_norm_parts(&c->q, part->t, g->t));
-    for (int64_t i = 0; live(c) && i < p->n * QL_OPT_BLOCK; i++) ref[i / QL_OPT_BLOCK] += g->v[i] * g->v[i];
+    for (int64_t i = 0; live(c) && i < p->n * QL_OPT_BLOCK; i++)
+        ref[i / QL_OPT_BLOCK] += g->v[i] * g->v[i];
     expect(c, part, ref, 5e-7);
 }
 
 /* how: 1 clipped; 2 scaling; 4 not finite; 8 the scale grows; 16 the table of lr has ended. */
 void run_clip(ctx *c, const op_case *p)
 {
-    tens *ctl = make_ctl(c, INOUT), *part = make(c, "part", IN, QL_F32, 1, p->n, 0), *lr = make(c, "lr", IN, QL_F32, 1, 5, 0);
+    tens *ctl = make_ctl(c, INOUT), *part = make(c, "part", IN, QL_F32, 1, p->n, 0),
+         *lr = make(c, "lr", IN, QL_F32, 1, 5, 0);
     double scale = p->how & 2 ? 1024 : 1, norm, coef = 1;
-    ql_clip clip = {.max_norm = p->how & 1 ? 0.25f : 0, .scaling = p->how & 2, .growth_factor = 2, .backoff_factor = 0.5f,
-                    .growth_interval = p->how & 8 ? 8 : 2000, .lr = lr->t.data, .n_lr = 5};
+    ql_clip clip = {.max_norm = p->how & 1 ? 0.25f : 0,
+                    .scaling = p->how & 2,
+                    .growth_factor = 2,
+                    .backoff_factor = 0.5f,
+                    .growth_interval = p->how & 8 ? 8 : 2000,
+                    .lr = lr->t.data,
+                    .n_lr = 5};
     for (int64_t i = 0; i < p->n; i++) part->v[i] = fabs(part->v[i]) * scale * scale;
     if (p->how & 4) part->v[p->n / 2] = INFINITY;
     word_f32(ctl, FIELD(loss_scale), (float)scale), word_f32(ctl, FIELD(inv_items), 0.125f);
-    ctl->v[FIELD(steps) / 4] = p->how & 16 ? 9 : 3, ctl->v[FIELD(growth) / 4] = 7, ctl->v[FIELD(skips) / 4] = 2;
+    ctl->v[FIELD(steps) / 4] = p->how & 16 ? 9 : 3, ctl->v[FIELD(growth) / 4] = 7,
+                          ctl->v[FIELD(skips) / 4] = 2;
     RUN(c, ql_clip_step(&c->q, ctl->t.data, part->t, &clip));
     if (!live(c)) return;
     bool skip = (p->how & 6) == 6, grow = (p->how & 14) == 10;
@@ -264,11 +296,17 @@ void run_clip(ctx *c, const op_case *p)
     } f[] = {{"norm", f32_word(ctl, FIELD(norm)), norm},
              {"mul", f32_word(ctl, FIELD(mul)), coef / scale},
              {"lr", f32_word(ctl, FIELD(lr)), lr->v[p->how & 16 ? 4 : 3]},
-             {"loss_scale", f32_word(ctl, FIELD(loss_scale)), skip ? scale / 2 : grow ? scale * 2 : scale},
+             {"loss_scale", f32_word(ctl, FIELD(loss_scale)),
+              skip   ? scale / 2
+              : grow ? scale * 2
+                     : scale},
              {"inv_items", f32_word(ctl, FIELD(inv_items)), 0.125},
              {"skipped", ctl->got[FIELD(skipped) / 4], skip},
              {"steps", ctl->got[FIELD(steps) / 4], (p->how & 16 ? 9 : 3) + !skip},
-             {"growth", ctl->got[FIELD(growth) / 4], skip || grow ? 0 : p->how & 2 ? 8 : 7},
+             {"growth", ctl->got[FIELD(growth) / 4],
+              skip || grow ? 0
+              : p->how & 2 ? 8
+                           : 7},
              {"skips", ctl->got[FIELD(skips) / 4], skip ? 3 : 2}};
     for (size_t i = 0; i < sizeof f / sizeof *f; i++)
         if (!(f[i].got == f[i].ref || fabs(f[i].got - f[i].ref) <= 1e-6 * fabs(f[i].ref)))
@@ -290,18 +328,22 @@ void run_adamw(ctx *c, const op_case *p)
 {
     int64_t n = p->n * QL_OPT_BLOCK;
     tens *w = make(c, "p", INOUT, QL_F32, 1, n, 0), *m = make(c, "m", INOUT, QL_F32, 1, n, 0);
-    tens *v = make(c, "v", INOUT, QL_F32, 1, n, 0), *g = make(c, "g", IN, QL_F32, 1, n, 0), *ctl = adam_ctl(c, p->how);
+    tens *v = make(c, "v", INOUT, QL_F32, 1, n, 0), *g = make(c, "g", IN, QL_F32, 1, n, 0),
+         *ctl = adam_ctl(c, p->how);
     double *rp = doubles(c, n), *rm = doubles(c, n), *rv = doubles(c, n);
     ql_adam a = {p->how & 1 ? QL_ADAM_BNB : QL_ADAM_TORCH, 0.9f, 0.999f, 1e-8f, 0.01f};
     for (int64_t i = 0; i < n; i++) v->v[i] = v->v[i] * v->v[i] * 0.1;
     for (int64_t i = 0; i < 100; i++) m->v[i] = v->v[i] = g->v[i] = 0;
     RUN(c, ql_adamw(&c->q, w->t, m->t, v->t, g->t, ctl->t.data, &a));
-    double b1 = (double)a.beta1, b2 = (double)a.beta2, c1 = 1 - pow(b1, STEPS), c2 = sqrt(1 - pow(b2, STEPS)), lr = 0.125;
+    double b1 = (double)a.beta1, b2 = (double)a.beta2, c1 = 1 - pow(b1, STEPS),
+           c2 = sqrt(1 - pow(b2, STEPS)), lr = 0.125;
     for (int64_t i = 0; live(c) && i < n; i++) {
         double x = g->v[i] * 0.5, keep = 1 - lr * (double)a.weight_decay, eps = (double)a.eps;
         rm[i] = b1 * m->v[i] + (1 - b1) * x, rv[i] = b2 * v->v[i] + (1 - b2) * x * x;
-        if (p->how & 1) rp[i] = (w->v[i] - lr * c2 / c1 * rm[i] / (sqrt(rv[i]) + eps * c2)) * keep;
-        else rp[i] = w->v[i] * keep - lr / c1 * rm[i] / (sqrt(rv[i]) / c2 + eps);
+        if (p->how & 1)
+            rp[i] = (w->v[i] - lr * c2 / c1 * rm[i] / (sqrt(rv[i]) + eps * c2)) * keep;
+        else
+            rp[i] = w->v[i] * keep - lr / c1 * rm[i] / (sqrt(rv[i]) / c2 + eps);
         if (p->how & 2) rp[i] = w->v[i], rm[i] = m->v[i], rv[i] = v->v[i];
     }
     expect(c, w, rp, 1e-6);
@@ -309,8 +351,10 @@ void run_adamw(ctx *c, const op_case *p)
     expect(c, v, rv, 1e-6);
 }
 
-/* The code of each element is a nearest one of table for s/absmax (within a rounding), of s's sign if `is_signed`. */
-static void expect_codes(ctx *c, const tens *code, const tens *absmax, const double *table, const double *s, bool is_signed)
+/* The code of each element is a nearest one of table for s/absmax (within a rounding), of s's sign
+ * if `is_signed`. */
+static void expect_codes(ctx *c, const tens *code, const tens *absmax, const double *table,
+                         const double *s, bool is_signed)
 {
     for (int64_t i = 0; live(c) && i < code->t.cols; i++) {
         int got = (int)code->got[i];
@@ -329,26 +373,34 @@ void run_adamw8(ctx *c, const op_case *p)
 {
     int64_t n = p->n * QL_OPT_BLOCK;
     tens *w = make(c, "p", INOUT, QL_F32, 1, n, 0), *m8 = make(c, "m8", INOUT, QL_U8, 1, n, 0);
-    tens *v8 = make(c, "v8", INOUT, QL_U8, 1, n, 0), *m2 = make(c, "m2", INOUT, QL_F32, 1, n / 256, 0);
+    tens *v8 = make(c, "v8", INOUT, QL_U8, 1, n, 0),
+         *m2 = make(c, "m2", INOUT, QL_F32, 1, n / 256, 0);
     tens *v2 = make(c, "v2", INOUT, QL_F32, 1, n / 256, 0), *g = make(c, "g", IN, QL_F32, 1, n, 0);
-    tens *code1 = make(c, "code1", IN, QL_F32, 1, 256, 0), *code2 = make(c, "code2", IN, QL_F32, 1, 256, 0);
+    tens *code1 = make(c, "code1", IN, QL_F32, 1, 256, 0),
+         *code2 = make(c, "code2", IN, QL_F32, 1, 256, 0);
     tens *ctl = adam_ctl(c, p->how);
-    double *rp = doubles(c, n), *rm = doubles(c, n), *rv = doubles(c, n), *am = doubles(c, n / 256), *av = doubles(c, n / 256);
+    double *rp = doubles(c, n), *rm = doubles(c, n), *rv = doubles(c, n), *am = doubles(c, n / 256),
+           *av = doubles(c, n / 256);
     ql_adam a = {QL_ADAM_BNB, 0.9f, 0.999f, 1e-8f, 0.01f};
     dynamic_map(code1->v, true), dynamic_map(code2->v, false);
-    for (int64_t i = 0; i < n; i++) m8->v[i] = floor(rnd(c, 0, 256)), v8->v[i] = floor(rnd(c, 0, 256));
+    for (int64_t i = 0; i < n; i++)
+        m8->v[i] = floor(rnd(c, 0, 256)), v8->v[i] = floor(rnd(c, 0, 256));
     for (int64_t i = 0; i < n / 256; i++) m2->v[i] = rnd(c, 0, 0.1), v2->v[i] = rnd(c, 0, 0.1);
-    for (int64_t i = 256; i < 512; i++) m2->v[1] = v2->v[1] = g->v[i] = 0; /* a block that stays zero */
+    for (int64_t i = 256; i < 512; i++)
+        m2->v[1] = v2->v[1] = g->v[i] = 0; /* a block that stays zero */
     g->v[700] = NAN, g->v[900] = INFINITY;
-    RUN(c, ql_adamw8(&c->q, w->t, m8->t, v8->t, m2->t, v2->t, g->t, code1->t, code2->t, ctl->t.data, &a));
+    RUN(c, ql_adamw8(&c->q, w->t, m8->t, v8->t, m2->t, v2->t, g->t, code1->t, code2->t, ctl->t.data,
+                     &a));
     if (!live(c)) return;
-    double b1 = (double)a.beta1, b2 = (double)a.beta2, c1 = 1 - pow(b1, STEPS), c2 = sqrt(1 - pow(b2, STEPS)), lr = 0.125;
+    double b1 = (double)a.beta1, b2 = (double)a.beta2, c1 = 1 - pow(b1, STEPS),
+           c2 = sqrt(1 - pow(b2, STEPS)), lr = 0.125;
     for (int64_t i = 0; i < n; i++) {
         double x = g->v[i] * 0.5, old_m = code1->v[(int)m8->v[i]] * m2->v[i / 256];
         bool ok = isfinite(x);
         rm[i] = ok ? b1 * old_m + (1 - b1) * x : 0;
         rv[i] = ok ? b2 * code2->v[(int)v8->v[i]] * v2->v[i / 256] + (1 - b2) * x * x : 0;
-        rp[i] = ok ? (w->v[i] - lr * c2 / c1 * rm[i] / (sqrt(rv[i]) + (double)a.eps * c2)) * (1 - lr * (double)a.weight_decay)
+        rp[i] = ok ? (w->v[i] - lr * c2 / c1 * rm[i] / (sqrt(rv[i]) + (double)a.eps * c2)) *
+                         (1 - lr * (double)a.weight_decay)
                    : w->v[i];
         am[i / 256] = fmax(am[i / 256], fabs(rm[i])), av[i / 256] = fmax(av[i / 256], rv[i]);
     }

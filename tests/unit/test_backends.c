@@ -1,4 +1,5 @@
-/* The null backend counts, and hands out memory that does not exist; the CPU device counts what does. */
+/* The null backend counts, and hands out memory that does not exist; the CPU device counts what
+ * does. */
 #include "tests/test.h"
 
 #include "kernels/comm.h"
@@ -24,7 +25,8 @@ TEST(null_runs_what_no_machine_holds)
 
     ql_queue q = {.ops = b->ops, .stream = s};
     const int64_t T = 4096, C = 16384, F = 53248; /* Llama 3.1 405B */
-    ql_tensor a = ql_mat(w, QL_BF16, T, C, C), g = ql_mat((char *)w + ((int64_t)1 << 32), QL_BF16, F, C, C);
+    ql_tensor a = ql_mat(w, QL_BF16, T, C, C),
+              g = ql_mat((char *)w + ((int64_t)1 << 32), QL_BF16, F, C, C);
     ql_tensor o = ql_mat((char *)w + ((int64_t)1 << 34), QL_BF16, T, F, F);
     CHECK_OK(ql_matmul(&q, o, a, g, QL_NT, 1, QL_NONE, QL_NONE));
     CHECK_FAILS(ql_matmul(&q, o, a, g, QL_NN, 1, QL_NONE, QL_NONE), QL_EINVAL, "matmul: b is");
@@ -76,7 +78,8 @@ TEST(cpu_device_counts_memory)
     CHECK_OK(t->open(0, &d));
     CHECK_OK(t->info(d, &info));
     CHECK_STR(info.id, "cpu:0");
-    CHECK(info.total_bytes > 0 && info.free_bytes > 0 && info.free_bytes <= info.total_bytes && info.sms > 0);
+    CHECK(info.total_bytes > 0 && info.free_bytes > 0 && info.free_bytes <= info.total_bytes &&
+          info.sms > 0);
     CHECK_OK(t->alloc(d, 1000, &a));
     CHECK_OK(t->alloc(d, 0, &b));
     CHECK(a && b && (uintptr_t)a % 256 == 0 && (uintptr_t)b % 256 == 0);
@@ -104,5 +107,5 @@ TEST(cuda_says_what_is_missing)
     CHECK(b == NULL);
 }
 
-TEST_MAIN(T(null_runs_what_no_machine_holds), T(null_counts_what_would_be_sent), T(cpu_device_counts_memory),
-          T(cuda_says_what_is_missing))
+TEST_MAIN(T(null_runs_what_no_machine_holds), T(null_counts_what_would_be_sent),
+          T(cpu_device_counts_memory), T(cuda_says_what_is_missing))

@@ -33,7 +33,8 @@ static pid_t start_rank(int rank, int world, int64_t timeout_ms, body f)
     pid_t pid = fork();
     if (pid != 0) return pid;
     seat s = {.rank = rank, .world = world, .t = ql_backend_cpu()->comm};
-    ql_comm_setup setup = {.rank = rank, .world = world, .shared = shared + 4096, .timeout_ms = timeout_ms};
+    ql_comm_setup setup = {
+        .rank = rank, .world = world, .shared = shared + 4096, .timeout_ms = timeout_ms};
     s.flags = (int *)(void *)shared;
     setup.shared_bytes = (int64_t)shared_size - 4096, setup.abort = s.flags;
     const char *why = s.t->open(NULL, &setup, &s.c) == QL_OK ? f(&s) : ql_error();
@@ -42,7 +43,8 @@ static pid_t start_rank(int rank, int world, int64_t timeout_ms, body f)
     _exit(why ? 1 : 0);
 }
 
-/* Runs f in `world` ranks; true if all were content. victim ≥ 0: that rank is killed after 100 ms. */
+/* Runs f in `world` ranks; true if all were content. victim ≥ 0: that rank is killed after 100 ms.
+ */
 static int run_ranks(int world, int64_t timeout_ms, body f, int victim)
 {
     pid_t pid[8];
@@ -53,7 +55,8 @@ static int run_ranks(int world, int64_t timeout_ms, body f, int victim)
         usleep(100000);
         kill(pid[victim], SIGKILL);
     }
-    for (int r = 0; r < world; r++) good += waitpid(pid[r], &status, 0) == pid[r] && (status == 0 || r == victim);
+    for (int r = 0; r < world; r++)
+        good += waitpid(pid[r], &status, 0) == pid[r] && (status == 0 || r == victim);
     munmap(shared, shared_size);
     return good == world;
 }
@@ -87,7 +90,8 @@ static const char *gathers(seat *s)
         /* In place: in is out's own part. */
         memset(out, 0, (size_t)(n * s->world) * 4);
         memcpy(out + s->rank * n, in, (size_t)n * 4);
-        if (s->t->all_gather(s->c, NULL, to, ql_cols(to, s->rank * n, n)) != QL_OK) return "in place";
+        if (s->t->all_gather(s->c, NULL, to, ql_cols(to, s->rank * n, n)) != QL_OK)
+            return "in place";
         for (int64_t i = 0; i < n * s->world; i++)
             if (out[i] != value((int)(i / n), i % n)) return "all_gather in place: wrong value";
         sent += 2 * (s->world - 1) * n * 4;
@@ -102,9 +106,11 @@ static const char *scatters(seat *s)
     for (int k = 0; k < SIZES; k++) {
         int64_t n = sizes[k] * s->world;
         uint32_t *in = numbers(s->rank, n), *out = malloc((size_t)n * 4 + 1);
-        if (s->t->all_to_all(s->c, NULL, ql_vec(out, QL_F32, n), ql_vec(in, QL_F32, n)) != QL_OK) return "all_to_all";
+        if (s->t->all_to_all(s->c, NULL, ql_vec(out, QL_F32, n), ql_vec(in, QL_F32, n)) != QL_OK)
+            return "all_to_all";
         for (int64_t i = 0; i < n; i++)
-            if (out[i] != value((int)(i / sizes[k]), s->rank * sizes[k] + i % sizes[k])) return "all_to_all: wrong value";
+            if (out[i] != value((int)(i / sizes[k]), s->rank * sizes[k] + i % sizes[k]))
+                return "all_to_all: wrong value";
         sent += (s->world - 1) * sizes[k] * 4;
         free(in), free(out);
     }
@@ -117,14 +123,18 @@ static const char *reductions(seat *s)
     static int32_t x[N], y[N];
     static int64_t z[N];
     int ranks = s->world * (s->world - 1) / 2;
-    for (int i = 0; i < N; i++) x[i] = y[i] = (s->rank == i % s->world ? 1 : -1) * i, z[i] = ((int64_t)s->rank << 33) + i;
-    if (s->t->all_sum(s->c, NULL, ql_vec(x, QL_I32, N)) || s->t->all_max(s->c, NULL, ql_vec(y, QL_I32, N)) ||
+    for (int i = 0; i < N; i++)
+        x[i] = y[i] = (s->rank == i % s->world ? 1 : -1) * i, z[i] = ((int64_t)s->rank << 33) + i;
+    if (s->t->all_sum(s->c, NULL, ql_vec(x, QL_I32, N)) ||
+        s->t->all_max(s->c, NULL, ql_vec(y, QL_I32, N)) ||
         s->t->all_sum(s->c, NULL, ql_vec(z, QL_I64, N)) || s->t->barrier(s->c, NULL))
         return "reduction";
     for (int i = 0; i < N; i++)
-        if (x[i] != (2 - s->world) * i || y[i] != i || z[i] != ((int64_t)ranks << 33) + (int64_t)s->world * i)
+        if (x[i] != (2 - s->world) * i || y[i] != i ||
+            z[i] != ((int64_t)ranks << 33) + (int64_t)s->world * i)
             return "reduction: wrong value";
-    if (s->t->all_sum(s->c, NULL, ql_vec(x, QL_F32, N)) != QL_EINVAL) return "floats must be refused";
+    if (s->t->all_sum(s->c, NULL, ql_vec(x, QL_F32, N)) != QL_EINVAL)
+        return "floats must be refused";
     ql_error_clear();
     return s->t->bytes_sent(s->c) == (s->world - 1) * (4 + 4 + 8) * N ? NULL : "bytes_sent";
 }
@@ -177,7 +187,8 @@ static const char *until_failure(seat *s)
     static uint32_t in[N], out[N * 8];
     double last = seconds();
     for (;;) {
-        ql_status st = s->t->all_gather(s->c, NULL, ql_vec(out, QL_I32, N * s->world), ql_vec(in, QL_I32, N));
+        ql_status st =
+            s->t->all_gather(s->c, NULL, ql_vec(out, QL_I32, N * s->world), ql_vec(in, QL_I32, N));
         if (st == QL_OK) {
             last = seconds();
             continue;
@@ -186,7 +197,8 @@ static const char *until_failure(seat *s)
         if (seconds() - last > 2) return "too late";
         ql_error_clear();
         double again = seconds();
-        if (s->t->barrier(s->c, NULL) != QL_EPEER || seconds() - again > 0.05) return "a later call must fail at once";
+        if (s->t->barrier(s->c, NULL) != QL_EPEER || seconds() - again > 0.05)
+            return "a later call must fail at once";
         ql_error_clear();
         return NULL;
     }
@@ -203,7 +215,8 @@ static const char *names_the_dead(seat *s)
     if (s->rank == 1) return NULL; /* leaves without a word */
     double start = seconds();
     if (s->t->recv(s->c, NULL, ql_vec(x, QL_U8, 64), 1) != QL_EPEER) return "no failure";
-    if (!strstr(ql_error(), "rank 1 made no progress in send")) return "the text does not name rank 1";
+    if (!strstr(ql_error(), "rank 1 made no progress in send"))
+        return "the text does not name rank 1";
     double waited = seconds() - start;
     ql_error_clear();
     return waited > 0.19 && waited < 1.5 ? NULL : "not at the deadline";
@@ -222,7 +235,8 @@ static const char *aborted(seat *s)
         return NULL;
     }
     double start = seconds();
-    if (s->t->barrier(s->c, NULL) != QL_EPEER || seconds() - start > 1) return "the abort flag is not seen";
+    if (s->t->barrier(s->c, NULL) != QL_EPEER || seconds() - start > 1)
+        return "the abort flag is not seen";
     ql_error_clear();
     return NULL;
 }
@@ -261,8 +275,9 @@ TEST(cancel_ends_waiting)
 static const char *out_of_step(seat *s)
 {
     int32_t x[8] = {0}, y[16];
-    ql_status st = s->rank == 0 ? s->t->all_sum(s->c, NULL, ql_vec(x, QL_I32, 8))
-                                : s->t->all_gather(s->c, NULL, ql_vec(y, QL_I32, 16), ql_vec(x, QL_I32, 8));
+    ql_status st = s->rank == 0
+                       ? s->t->all_sum(s->c, NULL, ql_vec(x, QL_I32, 8))
+                       : s->t->all_gather(s->c, NULL, ql_vec(y, QL_I32, 16), ql_vec(x, QL_I32, 8));
     if (st != QL_EINTERNAL) return "no failure";
     if (!strstr(ql_error(), s->rank ? "sent all_sum" : "sent all_gather")) return "text";
     ql_error_clear();
@@ -286,5 +301,6 @@ TEST(setup_is_checked)
     t->close(NULL);
 }
 
-TEST_MAIN(T(collectives_of_any_size), T(killed_rank_is_noticed), T(deadline_names_the_rank), T(abort_flag_ends_waiting),
-          T(cancel_ends_waiting), T(different_calls_are_an_error), T(setup_is_checked))
+TEST_MAIN(T(collectives_of_any_size), T(killed_rank_is_noticed), T(deadline_names_the_rank),
+          T(abort_flag_ends_waiting), T(cancel_ends_waiting), T(different_calls_are_an_error),
+          T(setup_is_checked))
