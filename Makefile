@@ -52,7 +52,7 @@ info:
 	    .ci/info
 
 clean:
-	rm -rf $(BUILD)
+	rm -rf $(BUILD) build-asan
 
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 .PHONY: all info setup-system setup-python clean

@@ -18,11 +18,41 @@ $(BUILD)/tests/ops_cuda: $(OPS_OBJ) $(BUILD)/tests/ops/cuda_only.o $(addprefix $
 
 UNIT += $(BUILD)/tests/test_ops
 
+# Everything once more under the address and undefined-behaviour sanitizers, with the unit tests.
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+asan:
+	@$(MAKE) --no-print-directory BUILD=build-asan OPT="-O1 -g $(SANITIZE)" LDFLAGS="$(SANITIZE)" unit
+
+# tests/fuzz/fuzz_*.c under libFuzzer: `make fuzz FUZZ_TIME=600`, `make fuzz FUZZ=fuzz_config`. Without clang and its
+# fuzzer library they are left out, with one line that says so. `make test` runs each for FUZZ_TEST_TIME seconds.
+FUZZ_TIME      ?= 20
+FUZZ_TEST_TIME ?= 20
+FUZZ           ?= $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
+CLANG          ?= $(firstword $(foreach c,clang clang-18 clang-17 clang-16 clang-15 clang-14,$(shell command -v $(c))))
+FUZZ_BUILD     := $(BUILD)/fuzz
+FUZZ_CFLAGS    := -std=c11 -D_GNU_SOURCE -g -O1 $(ARCH) -ffp-contract=off $(SANITIZE)
+FUZZ_LIB_OBJ   := $(LIB_SRC:%.c=$(FUZZ_BUILD)/%.o) $(MAGICS_SRC:%.c=$(FUZZ_BUILD)/%.o)
+HAVE_FUZZER    := $(if $(CLANG),$(shell echo 'int LLVMFuzzerTestOneInput(const char *d, long n) { return d && n < 0; }' | \
+                    $(CLANG) -x c - -fsanitize=fuzzer,address -o /dev/null 2>/dev/null && echo 1))
+FUZZERS        := $(if $(HAVE_FUZZER),$(FUZZ:%=$(FUZZ_BUILD)/%))
+
+$(FUZZ_BUILD)/%.o: %.c
+	@mkdir -p $(@D)
+	$(CLANG) $(CPPFLAGS) $(FUZZ_CFLAGS) -fsanitize=fuzzer-no-link -c $< -o $@
+$(FUZZ_BUILD)/libfuzz.a: $(FUZZ_LIB_OBJ)
+	@rm -f $@
+	ar rcs $@ $^
+$(FUZZ_BUILD)/fuzz_%: tests/fuzz/fuzz_%.c $(FUZZ_BUILD)/libfuzz.a
+	$(CLANG) $(CPPFLAGS) $(FUZZ_CFLAGS) -fsanitize=fuzzer $^ -o $@ $(LDLIBS)
+
+fuzz: setup-system $(FUZZERS)
+	@BUILD=$(BUILD) FUZZERS='$(FUZZERS)' FUZZ_TIME=$(FUZZ_TIME) tests/run tests/fuzz/run_fuzz
+
 unit: setup-system $(UNIT)
 	@tests/run $(UNIT)
 
-test: setup-python all $(UNIT)
-	@BUILD=$(BUILD) tests/run $(UNIT) $(wildcard tests/py)
+test: setup-python all $(UNIT) $(FUZZERS)
+	@BUILD=$(BUILD) FUZZERS='$(FUZZERS)' FUZZ_TIME=$(FUZZ_TEST_TIME) tests/run $(UNIT) tests/fuzz/run_fuzz $(wildcard tests/py)
 
 # Live transformers, peft and bitsandbytes against the engine. They have their own environment (torch's CPU build
 # is enough); HF_VENV=/path takes one that is there, installed from tests/hf/requirements.txt.
@@ -40,7 +70,7 @@ golden: hf-venv
 tiny: hf-venv
 	$(or $(HF_VENV),$(BUILD)/venv-hf)/bin/python notebooks/tiny/make.py
 
-.PHONY: unit test hf-venv test-hf golden tiny
+.PHONY: unit asan fuzz test hf-venv test-hf golden tiny
 
 # What a machine with a GPU runs (tests/cuda/run.sh); built here too, so that they always compile.
 $(BUILD)/tests/bench_cuda: $(BUILD)/tests/cuda/bench.o $(addprefix $(BUILD)/kernels/,err.o ops.o cuda_open.o)
