@@ -82,9 +82,10 @@ static uint64_t mix(uint64_t h, uint64_t w)
     return (uint64_t)m ^ (uint64_t)(m >> 64);
 }
 
-static uint64_t hash_bytes(const char *p, size_t n)
+uint64_t ql_hash(uint64_t seed, const void *data, size_t n)
 {
-    uint64_t h = 0x243f6a8885a308d3u ^ n, w;
+    const char *p = data;
+    uint64_t h = 0x243f6a8885a308d3u ^ n ^ seed, w;
     for (; n >= 8; p += 8, n -= 8) {
         memcpy(&w, p, 8);
         h = mix(h, w);
@@ -164,7 +165,7 @@ static ql_status key_bytes(const char *key, size_t n, ql_str *out, bool *inside)
 /* The slot where these bytes are, or the empty one where they belong. */
 static size_t find_slot(const ql_bpe *b, const char *p, size_t n)
 {
-    size_t i = hash_bytes(p, n) & b->table_mask;
+    size_t i = ql_hash(0, p, n) & b->table_mask;
     for (; b->table[i] >= 0; i = (i + 1) & b->table_mask) {
         const token *t = b->tokens + b->table[i];
         if (t->len == n && memcmp(b->text.data + t->off, p, n) == 0) break;
@@ -387,7 +388,7 @@ ql_status ql_bpe_encode(ql_bpe *b, const char *p, size_t n, ql_ids *out)
     uint32_t hash = 0;
     if (!n) return QL_OK;
     if (n <= KEY_MAX) {
-        uint64_t h = hash_bytes(p, n);
+        uint64_t h = ql_hash(0, p, n);
         hash = (uint32_t)(h >> 32);
         slot = b->cache + (h & ((1u << CACHE_BITS) - 1));
         if (slot->hash == hash && slot->len == n && memcmp(slot->key, p, n) == 0) {

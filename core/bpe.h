@@ -15,6 +15,9 @@ ql_status ql_ids_reserve(ql_ids *v, size_t more);
 ql_status ql_ids_push(ql_ids *v, int32_t id);
 void ql_ids_free(ql_ids *v);
 
+/* A fast 64-bit hash; not for anyone who wants to collide. */
+uint64_t ql_hash(uint64_t seed, const void *data, size_t n);
+
 typedef struct ql_bpe ql_bpe;
 
 ql_status ql_bpe_new(int32_t n_ids, size_t n_tokens, size_t n_merges, ql_bpe **out);

@@ -63,6 +63,7 @@ typedef struct {
     size_t cap;
     bool truncated;
     bool prompt_not_prefix; /* the prompt's tokens are not how prompt + completion begins */
+    const char *reason;     /* of a row that failed, in a few words: what skipped rows are counted by */
 } ql_example;
 void ql_example_free(ql_example *e);
 
@@ -84,15 +85,16 @@ ql_status ql_tokenise_start(ql_table *rows, ql_tok *tok, const ql_data_options *
                             ql_tokenising **out) QL_MUST_USE;
 void ql_tokenise_progress(const ql_tokenising *t, int64_t *done, int64_t *total);
 void ql_tokenise_stop(ql_tokenising *t); /* wait then fails with QL_ESTOP */
-/* Waits; the dataset's about: {"rows","examples","tokens","trained_tokens","truncated","kind",
- * "skipped":{reason:count},"first":{reason:text},"cached":bool}. Nothing left to train on is an error that
- * names the cause. */
+/* Waits; the dataset's about: {"rows","examples","tokens","trained_tokens","truncated","prompt_not_prefix",
+ * "kind","skipped":{reason:count},"first":{reason:text}}. Nothing left to train on is an error that names the
+ * cause. */
 ql_status ql_tokenise_wait(ql_tokenising *t, ql_dataset **out) QL_MUST_USE;
+bool ql_tokenise_cached(const ql_tokenising *t); /* after wait: nothing had to be done */
 void ql_tokenise_free(ql_tokenising *t); /* stops it first; NULL is fine */
 
 /* ---- lint -------------------------------------------------------------------------------------- */
 
-/* {"rows","kind","examples","documents","tokens","trained_tokens","longest","packed":share filled,"truncated",
+/* {"rows","kind","examples","documents","tokens","trained_tokens","longest","truncated",
  * "skipped":{…},"histogram":[{"from","to","count"}…],"warnings":[text…],
  * "samples":[{"text","spans":[[start,end,trained]…]}…]}: what `data --show` shows. Spans are in
  * characters (code points) of the sample's text. */

@@ -35,7 +35,11 @@ struct ql_tok {
     ql_tok_names names;
     json_t *config; /* keeps the names' strings alive */
     char *jinja;
+    uint64_t hash;
     pthread_mutex_t lock;
+    /* Of the call under way: */
+    ql_ids *ends;
+    size_t at; /* where the piece being encoded begins in the text */
 };
 
 /* ---- reading tokenizer.json -------------------------------------------------------------------- */
@@ -334,6 +338,7 @@ ql_status ql_tok_parse(const char *json, size_t n, ql_tok **out)
         goto out;
     }
     QL_GO(new_tok(&t));
+    t->hash = ql_hash(0, json, n);
     QL_GO(parse_root(root, t));
     *out = t, t = NULL;
 out:
@@ -476,8 +481,16 @@ static ql_status encode_plain(ql_tok *t, const char *text, size_t n, ql_ids *out
 {
     const unsigned char *p = (const unsigned char *)text, *end = p + n;
     while (p < end) {
-        size_t len = ql_bpe_pretoken(p, end, t->digits);
+        size_t len = ql_bpe_pretoken(p, end, t->digits), first = out->len;
         QL_TRY(ql_bpe_encode(t->bpe, (const char *)p, len, out));
+        if (t->ends) {
+            size_t at = t->at + (size_t)(p - (const unsigned char *)text), bytes;
+            for (size_t i = first; i < out->len; i++) {
+                ql_bpe_bytes(t->bpe, out->data[i], &bytes);
+                at += bytes;
+                QL_TRY(ql_ids_push(t->ends, (int32_t)at));
+            }
+        }
         p += len;
     }
     return QL_OK;
@@ -522,6 +535,7 @@ static ql_status split_added(ql_tok *t, const matcher *m, encoder *rest, const c
                              ql_ids *out)
 {
     const char *p = text, *end = text + n, *done = text;
+    size_t base = t->at;
     while (m->n && p < end) {
         const added *a = token_at(m, p, end);
         int len;
@@ -538,10 +552,13 @@ static ql_status split_added(ql_tok *t, const matcher *m, encoder *rest, const c
             while (start > done && space_before(start, &len)) start -= len;
         if (a->rstrip)
             while (stop < end && space_at(stop, &len)) stop += len;
+        t->at = base + (size_t)(done - text);
         if (start > done) QL_TRY(rest(t, done, (size_t)(start - done), out));
         QL_TRY(ql_ids_push(out, a->id));
         done = stop;
+        if (t->ends) QL_TRY(ql_ids_push(t->ends, (int32_t)(base + (size_t)(done - text))));
     }
+    t->at = base + (size_t)(done - text);
     if (end > done) QL_TRY(rest(t, done, (size_t)(end - done), out));
     return QL_OK;
 }
@@ -556,30 +573,55 @@ static ql_status encode_normal(ql_tok *t, const char *text, size_t n, ql_ids *ou
     return st;
 }
 
-static ql_status encode_all(ql_tok *t, const char *text, size_t n, unsigned flags, ql_ids *out)
+static ql_status add_all(ql_tok *t, const ql_ids *ids, size_t at, ql_ids *out)
 {
-    if (flags & QL_TOK_SPECIALS)
-        for (size_t i = 0; i < t->prefix.len; i++) QL_TRY(ql_ids_push(out, t->prefix.data[i]));
-    QL_TRY(split_added(t, &t->raw, encode_normal, text, n, out));
-    if (flags & QL_TOK_SPECIALS)
-        for (size_t i = 0; i < t->suffix.len; i++) QL_TRY(ql_ids_push(out, t->suffix.data[i]));
+    for (size_t i = 0; i < ids->len; i++) {
+        QL_TRY(ql_ids_push(out, ids->data[i]));
+        if (t->ends) QL_TRY(ql_ids_push(t->ends, (int32_t)at));
+    }
     return QL_OK;
 }
 
-ql_status ql_tok_encode(ql_tok *t, const char *text, size_t n, unsigned flags, ql_ids *out)
+ql_status ql_tok_encode_ends(ql_tok *t, const char *text, size_t n, unsigned flags, ql_ids *out, ql_ids *ends)
 {
     ql_str good = {0};
     ql_status st = QL_OK;
+    if (ends && n > INT32_MAX) QL_FAIL(QL_ENOSUP, "a text of %zu bytes is too long", n);
     pthread_mutex_lock(&t->lock);
+    t->ends = ends, t->at = 0;
     if (n && ql_utf8_valid(text, n) < n) {
         QL_GO(ql_utf8_repair(text, n, &good));
         text = good.data, n = good.len;
     }
-    QL_GO(encode_all(t, text, n, flags, out));
+    if (flags & QL_TOK_SPECIALS) QL_GO(add_all(t, &t->prefix, 0, out));
+    QL_GO(split_added(t, &t->raw, encode_normal, text, n, out));
+    if (flags & QL_TOK_SPECIALS) QL_GO(add_all(t, &t->suffix, n, out));
 out:
     pthread_mutex_unlock(&t->lock);
     ql_str_free(&good);
     return st;
+}
+
+ql_status ql_tok_encode(ql_tok *t, const char *text, size_t n, unsigned flags, ql_ids *out)
+{
+    return ql_tok_encode_ends(t, text, n, flags, out, NULL);
+}
+
+ql_status ql_tok_normalize(const ql_tok *t, const char *text, size_t n, ql_str *out)
+{
+    ql_str good = {0};
+    ql_status st = QL_OK;
+    QL_GO(ql_utf8_repair(text, n, &good));
+    if (t->nfc && good.len) QL_GO(ql_nfc(good.data, good.len, out));
+    else QL_GO(ql_str_add(out, good.data, good.len));
+out:
+    ql_str_free(&good);
+    return st;
+}
+
+uint64_t ql_tok_hash(const ql_tok *t)
+{
+    return t->hash;
 }
 
 /* ---- decoding and names ------------------------------------------------------------------------ */

@@ -20,6 +20,12 @@ void ql_tok_close(ql_tok *t);
 
 /* Appends ids. Ill-formed UTF-8 counts as U+FFFD. */
 ql_status ql_tok_encode(ql_tok *t, const char *text, size_t n, unsigned flags, ql_ids *out);
+/* The same, and where each token ends in the text (bytes; len of ends = len of out afterwards when both
+ * were empty). Exact unless NFC changes the text, which ql_tok_normalize does beforehand. */
+ql_status ql_tok_encode_ends(ql_tok *t, const char *text, size_t n, unsigned flags, ql_ids *out, ql_ids *ends);
+/* Appends the text as the normalizer leaves it. */
+ql_status ql_tok_normalize(const ql_tok *t, const char *text, size_t n, ql_str *out);
+uint64_t ql_tok_hash(const ql_tok *t); /* of what tokenizer.json says */
 /* Appends text; ill-formed UTF-8 becomes U+FFFD. Unknown ids are left out. */
 ql_status ql_tok_decode(const ql_tok *t, const int32_t *ids, size_t n, unsigned flags, ql_str *out);
 /* The bytes of one token, for streaming: a character may span tokens. NULL: no such id. */

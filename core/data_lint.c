@@ -1,0 +1,143 @@
+/* What is looked at before training: samples with their trained tokens, lengths, and signs of trouble. */
+#include "core/data.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static size_t characters(const ql_str *s)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < s->len; i++) n += (s->data[i] & 0xc0) != 0x80;
+    return n;
+}
+
+/* A sample's text, and the spans of equal masks in it. */
+static ql_status sample(const ql_dataset *d, const ql_tok *tok, int64_t i, json_t **out)
+{
+    int64_t n;
+    const uint32_t *t = ql_dataset_document(d, i, &n);
+    ql_str s = {0};
+    json_t *spans = json_array(), *o = NULL;
+    int32_t *ids = malloc((size_t)(n + 1) * sizeof *ids);
+    ql_status st = spans && ids ? QL_OK : ql_fail(QL_ENOMEM, "no memory for a sample");
+    bool bad = false;
+    size_t from = 0;
+    for (int64_t a = 0, b; a < n && st == QL_OK && !bad; a = b) {
+        for (b = a; b < n && (t[b] & QL_MASKED) == (t[a] & QL_MASKED); b++) ids[b] = (int32_t)(t[b] & ~QL_MASKED);
+        st = ql_tok_decode(tok, ids + a, (size_t)(b - a), QL_TOK_SPECIALS, &s);
+        size_t to = characters(&s);
+        bad = json_array_append_new(spans, json_pack("[I,I,b]", (json_int_t)from, (json_int_t)to,
+                                                     !(t[a] & QL_MASKED))) != 0;
+        from = to;
+    }
+    if (st == QL_OK && !bad) o = json_pack("{s:s%,s:O,s:I}", "text", s.data ? s.data : "", s.len, "spans", spans,
+                                           "tokens", (json_int_t)n);
+    if (st == QL_OK && !o) st = ql_fail(QL_ENOMEM, "no memory for a sample");
+    if (st == QL_OK) *out = o;
+    json_decref(spans), ql_str_free(&s), free(ids);
+    return st;
+}
+
+typedef struct {
+    int64_t two_bos, no_eos, trained;
+    int64_t bucket[32]; /* lengths in [64·2^(k−1), 64·2^k) */
+} counts;
+
+static void count(const ql_dataset *d, const ql_tok_names *names, counts *c)
+{
+    for (int64_t i = 0, n; i < ql_dataset_documents(d); i++) {
+        const uint32_t *t = ql_dataset_document(d, i, &n);
+        int k = 0;
+        bool eos = false;
+        if (names->bos >= 0 && n > 1 && (t[0] & ~QL_MASKED) == (uint32_t)names->bos && (t[1] & ~QL_MASKED) == (t[0] & ~QL_MASKED))
+            c->two_bos++;
+        /* Templates may end with a line end behind the end token. */
+        for (int64_t j = n - 1; j >= 0 && j >= n - 3; j--)
+            eos |= t[j] == (uint32_t)names->eos; /* and it is trained on */
+        c->no_eos += names->eos >= 0 && !eos;
+        for (int64_t j = 1; j < n; j++) c->trained += !(t[j] & QL_MASKED);
+        while (k < 31 && n >= (int64_t)64 << k) k++;
+        c->bucket[k]++;
+    }
+}
+
+static json_t *histogram(const counts *c)
+{
+    json_t *list = json_array();
+    int last = 31;
+    while (last > 0 && !c->bucket[last]) last--;
+    for (int k = 0; k <= last; k++)
+        json_array_append_new(list, json_pack("{s:I,s:I,s:I}", "from", k ? (json_int_t)64 << (k - 1) : 0, "to",
+                                              (json_int_t)64 << k, "count", (json_int_t)c->bucket[k]));
+    return list;
+}
+
+static void warn(json_t *list, ql_str *s, ql_status st)
+{
+    if (st == QL_OK) json_array_append_new(list, json_string(s->data));
+    ql_str_clear(s);
+}
+
+static json_t *warnings(const ql_dataset *d, const counts *c, const ql_tok_names *names)
+{
+    const json_t *about = ql_dataset_about(d);
+    json_t *list = json_array();
+    ql_str s = {0};
+    int64_t docs = ql_dataset_documents(d), cut = json_integer_value(json_object_get(about, "truncated"));
+    int64_t odd = json_integer_value(json_object_get(about, "prompt_not_prefix")), skipped = 0;
+    const char *reason;
+    json_t *n;
+    if (c->two_bos)
+        warn(list, &s, ql_str_printf(&s, "%lld samples begin with two %s: the text brings one and the tokenizer adds one",
+                                     (long long)c->two_bos, names->bos_token));
+    if (c->no_eos > cut)
+        warn(list, &s, ql_str_printf(&s, "%lld samples do not end with a trained %s: the model may not learn to stop",
+                                     (long long)(c->no_eos - cut), names->eos_token));
+    if (names->eos < 0)
+        warn(list, &s, ql_str_printf(&s, "the tokenizer names no eos_token: nothing marks where samples end"));
+    if (cut)
+        warn(list, &s, ql_str_printf(&s, "%lld of %lld samples (%.1f %%) were cut to max_length and lose their end",
+                                     (long long)cut, (long long)docs, 100.0 * (double)cut / (double)docs));
+    if (odd)
+        warn(list, &s, ql_str_printf(&s, "in %lld samples the prompt's tokens are not how the sample begins: a few tokens "
+                                         "at the seam are masked wrongly; end prompts before a space", (long long)odd));
+    json_object_foreach(json_object_get(about, "skipped"), reason, n) skipped += json_integer_value(n);
+    if (skipped)
+        warn(list, &s, ql_str_printf(&s, "%lld rows were skipped", (long long)skipped));
+    if (c->trained * 20 < ql_dataset_tokens(d))
+        warn(list, &s, ql_str_printf(&s, "only %.1f %% of all tokens are trained on",
+                                     100.0 * (double)c->trained / (double)ql_dataset_tokens(d)));
+    ql_str_free(&s);
+    return list;
+}
+
+ql_status ql_data_lint(const ql_dataset *d, const ql_tok *tok, int n_samples, json_t **out)
+{
+    counts c = {0};
+    const ql_tok_names *names = ql_tok_info(tok);
+    const json_t *about = ql_dataset_about(d);
+    json_t *o = json_deep_copy(about), *samples = json_array();
+    ql_status st = QL_OK;
+    int64_t size = ql_dataset_size(d), longest = ql_dataset_longest(d);
+    bool bad = !o || !samples;
+    if (bad) goto out;
+    count(d, names, &c);
+    for (int64_t i = 0; i < n_samples && i < ql_dataset_documents(d); i++) {
+        json_t *one = NULL;
+        QL_GO(sample(d, tok, i, &one));
+        bad |= json_array_append_new(samples, one) != 0;
+    }
+    bad |= json_object_set_new(o, "examples", json_integer(size)) != 0;
+    bad |= json_object_set_new(o, "documents", json_integer(ql_dataset_documents(d))) != 0;
+    bad |= json_object_set_new(o, "tokens", json_integer(ql_dataset_tokens(d))) != 0;
+    bad |= json_object_set_new(o, "trained_tokens", json_integer(c.trained)) != 0;
+    bad |= json_object_set_new(o, "longest", json_integer(longest)) != 0;
+    bad |= json_object_set_new(o, "histogram", histogram(&c)) != 0;
+    bad |= json_object_set_new(o, "warnings", warnings(d, &c, names)) != 0;
+    bad |= json_object_set(o, "samples", samples) != 0;
+    if (!bad) *out = o, o = NULL;
+out:
+    if (bad && st == QL_OK) st = ql_fail(QL_ENOMEM, "no memory for a report");
+    json_decref(o), json_decref(samples);
+    return st;
+}

@@ -1,0 +1,563 @@
+/* Rows of JSONL, JSON, CSV and text files: mapped, found once, parsed when asked for. */
+#include "core/data.h"
+
+#include "core/file.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <glob.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+typedef enum { JSONL, JSON_ARRAY_FILE, CSV, TSV, TEXT } format;
+
+/* A file. In the table's numbering of bytes it covers base … base + size. */
+typedef struct {
+    char *path;
+    int fd;
+    char *map;
+    size_t size, mapped;
+    uint64_t base;
+    format format;
+    json_t *columns; /* CSV: array of names */
+} source;
+
+struct ql_table {
+    source *src;
+    size_t n_src;
+    uint64_t *row; /* where each begins, in the table's numbering */
+    size_t n, cap;
+    size_t first, count; /* after --split */
+};
+
+static ql_status add_row(ql_table *r, uint64_t at)
+{
+    if (r->n == r->cap) {
+        size_t cap = r->cap ? r->cap + r->cap / 2 : 1024;
+        uint64_t *p = realloc(r->row, cap * sizeof *p);
+        if (!p) QL_FAIL(QL_ENOMEM, "no memory for the index of %zu rows", cap);
+        r->row = p, r->cap = cap;
+    }
+    r->row[r->n++] = at;
+    return QL_OK;
+}
+
+static const char *base_name(const char *path)
+{
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+/* ---- finding rows ------------------------------------------------------------------------------ */
+
+static bool blank_line(const char *p, const char *end)
+{
+    while (p < end && (*p == ' ' || *p == '\t' || *p == '\r')) p++;
+    return p == end;
+}
+
+static ql_status index_lines(ql_table *r, const source *s)
+{
+    const char *p = s->map, *end = p + s->size;
+    while (p < end) {
+        const char *e = memchr(p, '\n', (size_t)(end - p));
+        if (!e) e = end;
+        if (!blank_line(p, e)) QL_TRY(add_row(r, s->base + (uint64_t)(p - s->map)));
+        p = e + 1;
+    }
+    return QL_OK;
+}
+
+/* The end of the JSON value at p, by brackets and strings alone; parsing it comes later. */
+static const char *skip_value(const char *p, const char *end)
+{
+    int64_t depth = 0;
+    for (; p < end; p++) {
+        if (*p == '"') {
+            for (p++; p < end && *p != '"'; p++) p += *p == '\\';
+            if (p >= end) return end;
+        } else if (*p == '[' || *p == '{') {
+            depth++;
+        } else if ((*p == ']' || *p == '}') && --depth < 0) {
+            return p;
+        } else if (*p == ',' && !depth) {
+            return p;
+        }
+    }
+    return end;
+}
+
+static const char *skip_space(const char *p, const char *end)
+{
+    while (p < end && (*p == ' ' || (*p >= '\t' && *p <= '\r'))) p++;
+    return p;
+}
+
+static ql_status index_array(ql_table *r, const source *s, const char *p)
+{
+    const char *end = s->map + s->size;
+    p = skip_space(p + 1, end);
+    while (p < end && *p != ']') {
+        QL_TRY(add_row(r, s->base + (uint64_t)(p - s->map)));
+        p = skip_value(p, end);
+        if (p < end && *p == ',') p = skip_space(p + 1, end);
+    }
+    if (p >= end) QL_FAIL(QL_EINVAL, "%s: its array has no end; is the file cut off?", base_name(s->path));
+    return QL_OK;
+}
+
+/* A .json file: an array of rows, one of them under "data", "train" or "rows", or lines after all. */
+static ql_status index_json(ql_table *r, source *s)
+{
+    const char *end = s->map + s->size, *p = skip_space(s->map, end);
+    json_error_t err;
+    if (p < end && *p == '[') return index_array(r, s, p);
+    const char *line = memchr(p, '\n', (size_t)(end - p));
+    json_t *first = json_loadb(p, (size_t)((line ? line : end) - p), JSON_ALLOW_NUL, &err);
+    if (first && (line || !json_is_array(json_object_get(first, "data")))) {
+        json_decref(first);
+        s->format = JSONL;
+        return index_lines(r, s);
+    }
+    json_decref(first);
+    static const char *const keys[] = {"\"data\"", "\"train\"", "\"rows\""};
+    for (const char *q = p < end ? skip_space(p + 1, end) : end; q < end && *q == '"';) {
+        const char *e = skip_value(q, end), *colon = NULL;
+        for (int k = 0; k < 3; k++)
+            if ((size_t)(end - q) > strlen(keys[k]) && memcmp(q, keys[k], strlen(keys[k])) == 0)
+                colon = skip_space(q + strlen(keys[k]), end);
+        if (colon && colon < end && *colon == ':') {
+            colon = skip_space(colon + 1, end);
+            if (colon < end && *colon == '[') return index_array(r, s, colon);
+        }
+        q = e < end && *e == ',' ? skip_space(e + 1, end) : end;
+    }
+    QL_FAIL(QL_EINVAL, "%s: neither an array of rows, nor an object with one under \"data\", nor a row a line",
+            base_name(s->path));
+}
+
+/* The end of the CSV record at p (behind its line end). */
+static const char *skip_record(const char *p, const char *end, char sep)
+{
+    bool start = true; /* of a field: only there do quotes open */
+    for (; p < end; p++) {
+        if (*p == '"' && start) {
+            for (p++; p < end; p++) {
+                if (*p != '"') continue;
+                if (p + 1 < end && p[1] == '"') p++;
+                else break;
+            }
+            if (p >= end) return end;
+            start = false;
+        } else if (*p == '\n') {
+            return p + 1;
+        } else {
+            start = *p == sep;
+        }
+    }
+    return end;
+}
+
+/* The fields of the record at p … end, as strings. */
+static ql_status csv_fields(const char *p, const char *end, char sep, json_t *out)
+{
+    ql_str f = {0}, good = {0};
+    ql_status st = QL_OK;
+    while (end > p && (end[-1] == '\n' || end[-1] == '\r')) end--;
+    for (bool more = true; more;) {
+        ql_str_clear(&f), ql_str_clear(&good);
+        QL_GO(ql_str_reserve(&good, 0));
+        if (p < end && *p == '"') {
+            for (p++; p < end; p++) {
+                if (*p == '"' && !(p + 1 < end && p[1] == '"')) break;
+                p += *p == '"';
+                QL_GO(ql_str_add(&f, p, 1));
+            }
+            p += p < end;
+        }
+        const char *e = p < end ? memchr(p, sep, (size_t)(end - p)) : NULL;
+        more = e != NULL;
+        if (!e) e = end;
+        if (e > p) QL_GO(ql_str_add(&f, p, (size_t)(e - p)));
+        p = more ? e + 1 : e;
+        QL_GO(ql_utf8_repair(f.data, f.len, &good));
+        if (json_array_append_new(out, json_stringn(good.data, good.len)))
+            st = ql_fail(QL_ENOMEM, "no memory for a row");
+        if (st != QL_OK) break;
+    }
+out:
+    ql_str_free(&f), ql_str_free(&good);
+    return st;
+}
+
+static ql_status index_csv(ql_table *r, source *s)
+{
+    const char *p = s->map, *end = p + s->size;
+    char sep = s->format == CSV ? ',' : '\t';
+    if (s->size >= 3 && memcmp(p, "\xef\xbb\xbf", 3) == 0) p += 3;
+    const char *e = skip_record(p, end, sep);
+    s->columns = json_array();
+    if (!s->columns) QL_FAIL(QL_ENOMEM, "no memory for %s", base_name(s->path));
+    QL_TRY(csv_fields(p, e, sep, s->columns));
+    for (p = e; p < end; p = e) {
+        e = skip_record(p, end, sep);
+        if (!blank_line(p, e - (e > p && e[-1] == '\n'))) QL_TRY(add_row(r, s->base + (uint64_t)(p - s->map)));
+    }
+    return QL_OK;
+}
+
+static ql_status index_source(ql_table *r, source *s)
+{
+    switch (s->format) {
+    case JSON_ARRAY_FILE: return index_json(r, s);
+    case CSV:
+    case TSV: return index_csv(r, s);
+    default: return index_lines(r, s);
+    }
+}
+
+/* ---- files ------------------------------------------------------------------------------------- */
+
+static bool ends_with(const char *s, const char *tail)
+{
+    size_t n = strlen(s), k = strlen(tail);
+    return n >= k && strcasecmp(s + n - k, tail) == 0;
+}
+
+static ql_status format_of(const char *path, format *out)
+{
+    static const struct {
+        const char *ext;
+        format f;
+    } known[] = {{".jsonl", JSONL}, {".ndjson", JSONL}, {".json", JSON_ARRAY_FILE}, {".csv", CSV},
+                 {".tsv", TSV},     {".txt", TEXT},     {".md", TEXT}};
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+        if (ends_with(path, known[i].ext)) return *out = known[i].f, QL_OK;
+    QL_FAIL(QL_ENOSUP, "%s: only .jsonl, .json, .csv, .tsv and .txt are read here; open anything else in Python "
+                       "(datasets, pandas) and give the variable's name instead of a file", base_name(path));
+}
+
+static ql_status map_source(source *s)
+{
+    if (s->mapped == s->size) return QL_OK;
+    if (s->map) munmap(s->map, s->mapped);
+    s->mapped = 0;
+    s->map = mmap(NULL, s->size, PROT_READ, MAP_SHARED, s->fd, 0);
+    if (s->map == MAP_FAILED) {
+        s->map = NULL;
+        QL_FAIL(QL_EIO, "%s: cannot be mapped: %s", base_name(s->path), strerror(errno));
+    }
+    s->mapped = s->size;
+    return QL_OK;
+}
+
+static ql_status add_source(ql_table *r, const char *path, int fd, format f)
+{
+    struct stat st;
+    source *p = realloc(r->src, (r->n_src + 1) * sizeof *p);
+    if (!p) {
+        close(fd);
+        QL_FAIL(QL_ENOMEM, "no memory for %s", base_name(path));
+    }
+    r->src = p;
+    p += r->n_src;
+    *p = (source){.path = strdup(path), .fd = fd, .format = f};
+    if (r->n_src) p->base = p[-1].base + p[-1].size;
+    r->n_src++;
+    if (!p->path) QL_FAIL(QL_ENOMEM, "no memory for %s", base_name(path));
+    if (fstat(fd, &st) || !S_ISREG(st.st_mode)) QL_FAIL(QL_EINVAL, "%s: not a file", path);
+    p->size = (size_t)st.st_size;
+    return map_source(p);
+}
+
+static ql_status add_file(ql_table *r, const char *path)
+{
+    format f;
+    QL_TRY(format_of(path, &f));
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) QL_FAIL(QL_EIO, "%s: %s", path, strerror(errno));
+    QL_TRY(add_source(r, path, fd, f));
+    return index_source(r, r->src + r->n_src - 1);
+}
+
+/* A folder's files: those named after the split; for train, else all that no other split's name is in. */
+static int file_rank(const char *name, const char *split)
+{
+    static const char *const others[] = {"test", "valid", "dev", "eval"};
+    format f;
+    if (name[0] == '.' || format_of(name, &f) != QL_OK) {
+        ql_error_clear();
+        return 0;
+    }
+    if (strstr(name, split)) return 2;
+    for (int i = 0; i < 4; i++)
+        if (strstr(name, others[i])) return 0;
+    return strcmp(split, "train") == 0;
+}
+
+static ql_status add_folder(ql_table *r, const char *path, const char *split)
+{
+    struct dirent **list = NULL;
+    int n = scandir(path, &list, NULL, alphasort), best = 0;
+    ql_status st = n < 0 ? ql_fail(QL_EIO, "%s: %s", path, strerror(errno)) : QL_OK;
+    for (int i = 0; i < n; i++) {
+        int k = file_rank(list[i]->d_name, split);
+        if (k > best) best = k;
+    }
+    if (st == QL_OK && !best)
+        st = ql_fail(QL_EINVAL, "%s: no data files of split '%s' in this folder", path, split);
+    for (int i = 0; i < n; i++) {
+        char file[QL_PATH_MAX];
+        if (st == QL_OK && file_rank(list[i]->d_name, split) == best) {
+            st = ql_path_join(file, path, list[i]->d_name);
+            if (st == QL_OK) st = add_file(r, file);
+        }
+        free(list[i]);
+    }
+    free(list);
+    return st;
+}
+
+static ql_status add_path(ql_table *r, const char *path, const char *split)
+{
+    if (ql_path_is_dir(path)) return add_folder(r, path, split);
+    if (ql_path_is_file(path)) return add_file(r, path);
+    glob_t g = {0};
+    ql_status st = QL_OK;
+    int rc = glob(path, 0, NULL, &g);
+    if (rc == GLOB_NOSPACE) st = ql_fail(QL_ENOMEM, "no memory for the files of %s", path);
+    else if (rc || !g.gl_pathc) st = ql_fail(QL_EINVAL, "%s: there is no such file, and no file matches it", path);
+    for (size_t i = 0; i < g.gl_pathc && st == QL_OK; i++) st = add_file(r, g.gl_pathv[i]);
+    globfree(&g);
+    return st;
+}
+
+/* ---- split: name[from:to], rows or percent, as the datasets library has it ------------------------- */
+
+static ql_status bound(const char *p, const char *end, size_t n, size_t none, size_t *out)
+{
+    char *stop;
+    if (p == end) return *out = none, QL_OK;
+    double v = strtod(p, &stop);
+    bool percent = stop < end && *stop == '%';
+    if (stop + percent != end || !(fabs(v) < 1e15) || (percent && fabs(v) > 100) || (!percent && v != trunc(v)))
+        QL_FAIL(QL_EINVAL, "split: '%.*s' is neither a number of rows nor a percentage", (int)(end - p), p);
+    if (percent) v = nearbyint(v * (double)n / 100.0); /* to even, as Python rounds */
+    if (v < 0) v += (double)n;
+    *out = v < 0 ? 0 : v > (double)n ? n : (size_t)v;
+    return QL_OK;
+}
+
+static ql_status apply_split(ql_table *r, const char *split)
+{
+    const char *open = split ? strchr(split, '[') : NULL;
+    r->first = 0, r->count = r->n;
+    if (!open) return QL_OK;
+    const char *colon = strchr(open, ':'), *close = split + strlen(split) - 1;
+    size_t to;
+    if (*close != ']' || !colon) QL_FAIL(QL_EINVAL, "split '%s': expected train[from:to], e.g. train[:10%%]", split);
+    QL_TRY(bound(open + 1, colon, r->n, 0, &r->first));
+    QL_TRY(bound(colon + 1, close, r->n, r->n, &to));
+    r->count = to > r->first ? to - r->first : 0;
+    if (!r->count) QL_FAIL(QL_EINVAL, "split '%s' of %zu rows is empty", split, r->n);
+    return QL_OK;
+}
+
+ql_status ql_table_open(const char *const *files, size_t n, const char *split, ql_table **out)
+{
+    ql_status st = QL_OK;
+    char name[64] = "train";
+    size_t len = split ? strcspn(split, "[") : 0;
+    ql_table *r = calloc(1, sizeof *r);
+    if (!r) QL_FAIL(QL_ENOMEM, "no memory for data");
+    if (len >= sizeof name) {
+        st = ql_fail(QL_EINVAL, "split '%s': the name is too long", split);
+        goto out;
+    }
+    if (len) memcpy(name, split, len), name[len] = 0;
+    for (size_t i = 0; i < n; i++) QL_GO(add_path(r, files[i], name));
+    if (!r->n) {
+        st = ql_fail(QL_EINVAL, "%s: there are no rows in it", n ? files[0] : "data");
+        goto out;
+    }
+    uint64_t *fit = realloc(r->row, r->n * sizeof *fit);
+    if (fit) r->row = fit, r->cap = r->n;
+    QL_GO(apply_split(r, split));
+    *out = r, r = NULL;
+out:
+    ql_table_close(r);
+    return st;
+}
+
+void ql_table_close(ql_table *r)
+{
+    if (!r) return;
+    for (size_t i = 0; i < r->n_src; i++) {
+        source *s = r->src + i;
+        if (s->map) munmap(s->map, s->mapped);
+        close(s->fd);
+        free(s->path);
+        json_decref(s->columns);
+    }
+    free(r->src), free(r->row), free(r);
+}
+
+/* ---- rows from a front end --------------------------------------------------------------------- */
+
+ql_status ql_table_new(const char *spool, ql_table **out)
+{
+    char temp[] = "/tmp/qlora-rows-XXXXXX";
+    ql_table *r = calloc(1, sizeof *r);
+    if (!r) QL_FAIL(QL_ENOMEM, "no memory for data");
+    int fd = spool ? open(spool, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600) : mkostemp(temp, O_CLOEXEC);
+    if (fd < 0) {
+        free(r);
+        QL_FAIL(QL_EIO, "%s: %s", spool ? spool : temp, strerror(errno));
+    }
+    if (!spool) unlink(temp);
+    ql_status st = add_source(r, spool ? spool : "rows", fd, JSONL);
+    if (st == QL_OK) *out = r;
+    else ql_table_close(r);
+    return st;
+}
+
+ql_status ql_table_push_lines(ql_table *r, const char *lines, size_t n)
+{
+    source *s = r->src;
+    if (r->n_src != 1 || s->columns || s->format != JSONL) QL_FAIL(QL_EINTERNAL, "rows pushed into a file");
+    for (size_t done = 0; done < n;) {
+        ssize_t k = pwrite(s->fd, lines + done, n - done, (off_t)(s->size + done));
+        if (k < 0 && errno == EINTR) continue;
+        if (k <= 0) QL_FAIL(QL_EIO, "%s: %s", s->path, strerror(errno));
+        done += (size_t)k;
+    }
+    for (const char *p = lines, *end = lines + n; p < end;) {
+        const char *e = memchr(p, '\n', (size_t)(end - p));
+        if (!e) e = end;
+        if (!blank_line(p, e)) QL_TRY(add_row(r, s->size + (uint64_t)(p - lines)));
+        p = e + 1;
+    }
+    s->size += n;
+    r->count = r->n;
+    return QL_OK;
+}
+
+ql_status ql_table_push(ql_table *r, const json_t *row)
+{
+    char *text = json_dumps(row, JSON_COMPACT);
+    if (!text) QL_FAIL(QL_EINVAL, "a row could not be written as JSON");
+    size_t n = strlen(text);
+    text[n] = '\n'; /* in place of the NUL */
+    ql_status st = ql_table_push_lines(r, text, n + 1);
+    free(text);
+    return st;
+}
+
+/* ---- reading rows ------------------------------------------------------------------------------ */
+
+int64_t ql_table_count(const ql_table *r)
+{
+    return (int64_t)r->count;
+}
+
+size_t ql_table_memory(const ql_table *r)
+{
+    return r->cap * sizeof *r->row;
+}
+
+static ql_status parse_row(const source *s, size_t number, const char *p, const char *end, json_t **out)
+{
+    json_error_t err;
+    ql_str good = {0};
+    size_t n = (size_t)(end - p), flags = JSON_ALLOW_NUL | JSON_DISABLE_EOF_CHECK;
+    if (s->format == JSONL) flags = JSON_ALLOW_NUL;
+    if (ql_utf8_valid(p, n) < n) {
+        QL_TRY(ql_utf8_repair(p, n, &good));
+        p = good.data, n = good.len;
+    }
+    json_t *v = json_loadb(p, n, flags, &err);
+    /* Integers beyond 64 bits are no reason to lose a row. */
+    if (!v && json_error_code(&err) == json_error_numeric_overflow)
+        v = json_loadb(p, n, flags | JSON_DECODE_INT_AS_REAL, &err);
+    ql_str_free(&good);
+    if (!v) QL_FAIL(QL_EINVAL, "%s, row %zu: %s", base_name(s->path), number, err.text);
+    if (!json_is_object(v)) {
+        json_decref(v);
+        QL_FAIL(QL_EINVAL, "%s, row %zu: not an object", base_name(s->path), number);
+    }
+    *out = v;
+    return QL_OK;
+}
+
+static ql_status csv_row(const source *s, size_t number, const char *p, const char *end, json_t **out)
+{
+    json_t *fields = json_array(), *row = json_object();
+    ql_status st = fields && row ? QL_OK : ql_fail(QL_ENOMEM, "no memory for a row");
+    QL_GO(st);
+    QL_GO(csv_fields(p, end, s->format == CSV ? ',' : '\t', fields));
+    if (json_array_size(fields) != json_array_size(s->columns)) {
+        st = ql_fail(QL_EINVAL, "%s, row %zu: %zu fields, but %zu columns", base_name(s->path), number,
+                     json_array_size(fields), json_array_size(s->columns));
+        goto out;
+    }
+    for (size_t i = 0; i < json_array_size(fields); i++)
+        if (json_object_set(row, json_string_value(json_array_get(s->columns, i)), json_array_get(fields, i)))
+            st = ql_fail(QL_ENOMEM, "no memory for a row");
+    if (st == QL_OK) *out = row, row = NULL;
+out:
+    json_decref(fields), json_decref(row);
+    return st;
+}
+
+static ql_status text_row(const char *p, const char *end, json_t **out)
+{
+    ql_str good = {0};
+    if (end > p && end[-1] == '\r') end--;
+    QL_TRY(ql_utf8_repair(p, (size_t)(end - p), &good));
+    *out = json_pack("{s:s%}", "text", good.data ? good.data : "", good.len);
+    ql_str_free(&good);
+    return *out ? QL_OK : ql_fail(QL_ENOMEM, "no memory for a row");
+}
+
+ql_status ql_table_get(ql_table *r, int64_t i, json_t **out)
+{
+    if (i < 0 || (size_t)i >= r->count) QL_FAIL(QL_EINTERNAL, "row %lld of %zu", (long long)i, r->count);
+    size_t k = r->first + (size_t)i;
+    uint64_t at = r->row[k];
+    source *s = r->src;
+    while (s + 1 < r->src + r->n_src && at >= s[1].base) s++;
+    QL_TRY(map_source(s));
+    const char *p = s->map + (at - s->base), *end = s->map + s->size;
+    if (s->format == JSONL || s->format == TEXT) {
+        const char *e = memchr(p, '\n', (size_t)(end - p));
+        if (e) end = e;
+    } else if (s->format == JSON_ARRAY_FILE) {
+        end = skip_value(p, end);
+    } else {
+        end = skip_record(p, end, s->format == CSV ? ',' : '\t');
+    }
+    if (s->format == TEXT) return text_row(p, end, out);
+    return s->format == CSV || s->format == TSV ? csv_row(s, k + 1, p, end, out) : parse_row(s, k + 1, p, end, out);
+}
+
+ql_status ql_table_hash(ql_table *r, uint64_t out[2])
+{
+    out[0] = ql_hash(1, &r->first, sizeof r->first);
+    out[1] = ql_hash(2, &r->count, sizeof r->count);
+    for (size_t i = 0; i < r->n_src; i++) {
+        source *s = r->src + i;
+        if (s->size) QL_TRY(map_source(s));
+        for (int k = 0; k < 2; k++) {
+            out[k] = ql_hash(out[k], &s->format, sizeof s->format);
+            out[k] = ql_hash(out[k] + (uint64_t)k, s->map, s->size);
+        }
+    }
+    return QL_OK;
+}

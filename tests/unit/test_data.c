@@ -1,0 +1,305 @@
+#include "core/data.h"
+#include "tests/test.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+static char dir[64];
+
+/* A file in the test's folder; returns its path (one of four, in turn). */
+static const char *file(const char *name, const char *text)
+{
+    static char path[4][128];
+    static int turn;
+    char *p = path[turn = (turn + 1) % 4];
+    if (!dir[0]) {
+        snprintf(dir, sizeof dir, "/tmp/qlora-data-XXXXXX");
+        if (!mkdtemp(dir)) return "";
+    }
+    snprintf(p, 128, "%s/%s", dir, name);
+    FILE *f = fopen(p, "wb");
+    if (!f) return "";
+    fwrite(text, 1, strlen(text), f);
+    fclose(f);
+    return p;
+}
+
+static ql_status open_one(const char *path, const char *split, ql_table **out)
+{
+    return ql_table_open(&path, 1, split, out);
+}
+
+/* Value of a string column of row i; "" where the row is broken. */
+static const char *cell(ql_table *t, int64_t i, const char *key)
+{
+    static char s[256];
+    json_t *row = NULL;
+    s[0] = 0;
+    if (ql_table_get(t, i, &row) == QL_OK && json_is_string(json_object_get(row, key)))
+        snprintf(s, sizeof s, "%s", json_string_value(json_object_get(row, key)));
+    json_decref(row);
+    return s;
+}
+
+TEST(formats_are_read)
+{
+    ql_table *t = NULL;
+    CHECK_OK(open_one(file("a.jsonl", "{\"text\":\"one\"}\r\n\n  \n{\"text\":\"two\"}"), NULL, &t));
+    CHECK_INT(ql_table_count(t), 2);
+    CHECK_STR(cell(t, 1, "text"), "two");
+    ql_table_close(t);
+    CHECK_OK(open_one(file("a.json", " [ {\"text\":\"o[n\\\"e\"} ,\n{\"text\":\"two\",\"x\":[{}]}, {\"text\":\"3\"}]"), NULL, &t));
+    CHECK_INT(ql_table_count(t), 3);
+    CHECK_STR(cell(t, 0, "text"), "o[n\"e");
+    CHECK_STR(cell(t, 2, "text"), "3");
+    ql_table_close(t);
+    CHECK_OK(open_one(file("b.json", "{\"version\":\"1\",\"data\":[{\"text\":\"x\"},{\"text\":\"y\"}]}"), NULL, &t));
+    CHECK_INT(ql_table_count(t), 2);
+    CHECK_STR(cell(t, 1, "text"), "y");
+    ql_table_close(t);
+    CHECK_OK(open_one(file("c.json", "{\"text\":\"x\"}\n{\"text\":\"y\"}\n"), NULL, &t));
+    CHECK_INT(ql_table_count(t), 2);
+    ql_table_close(t);
+    CHECK_OK(open_one(file("a.csv", "\xef\xbb\xbftext,\"n,m\"\r\n\"a \"\"b\"\"\nc\",1\r\nplain, 2\n,\n"), NULL, &t));
+    CHECK_INT(ql_table_count(t), 3);
+    CHECK_STR(cell(t, 0, "text"), "a \"b\"\nc");
+    CHECK_STR(cell(t, 0, "n,m"), "1");
+    CHECK_STR(cell(t, 1, "n,m"), " 2");
+    CHECK_STR(cell(t, 2, "text"), "");
+    ql_table_close(t);
+    CHECK_OK(open_one(file("a.txt", "first\r\n\nsecond \xff\n"), NULL, &t));
+    CHECK_INT(ql_table_count(t), 2);
+    CHECK_STR(cell(t, 0, "text"), "first");
+    CHECK_STR(cell(t, 1, "text"), "second \xef\xbf\xbd");
+    ql_table_close(t);
+}
+
+TEST(splits_globs_and_folders)
+{
+    ql_table *t = NULL;
+    char text[400] = "", glob[128];
+    for (int i = 0; i < 25; i++) snprintf(text + 14 * i, 15, "{\"text\":\"%02d\"}\n", i);
+    const char *path = file("part-1.jsonl", text);
+    CHECK_OK(open_one(path, "train[:10%]", &t)); /* 2.5 rounds to even */
+    CHECK_INT(ql_table_count(t), 2);
+    ql_table_close(t);
+    CHECK_OK(open_one(path, "train[-5:]", &t));
+    CHECK_INT(ql_table_count(t), 5);
+    CHECK_STR(cell(t, 0, "text"), "20");
+    ql_table_close(t);
+    CHECK_OK(open_one(path, "train[30%:12]", &t)); /* 7.5 → 8 */
+    CHECK_INT(ql_table_count(t), 4);
+    CHECK_STR(cell(t, 0, "text"), "08");
+    ql_table_close(t);
+    t = NULL;
+    CHECK_FAILS(open_one(path, "train[5:5]", &t), QL_EINVAL, "empty");
+    CHECK_FAILS(open_one(path, "train[x:5]", &t), QL_EINVAL, "'x'");
+    CHECK_FAILS(open_one(path, "train[10%", &t), QL_EINVAL, "train[from:to]");
+    file("part-2.jsonl", "{\"text\":\"last\"}\n");
+    snprintf(glob, sizeof glob, "%s/part-*.jsonl", dir);
+    CHECK_OK(open_one(glob, NULL, &t));
+    CHECK_INT(ql_table_count(t), 26);
+    CHECK_STR(cell(t, 25, "text"), "last");
+    CHECK(ql_table_memory(t) <= 8 * 26);
+    ql_table_close(t);
+    snprintf(glob, sizeof glob, "%s/d", dir);
+    CHECK(mkdir(glob, 0700) == 0);
+    file("d/train-0.jsonl", "{\"text\":\"t\"}");
+    file("d/test-0.jsonl", "{\"text\":\"e\"}");
+    CHECK_OK(open_one(glob, "test", &t));
+    CHECK_STR(cell(t, 0, "text"), "e");
+    ql_table_close(t);
+    CHECK_OK(open_one(glob, NULL, &t));
+    CHECK_INT(ql_table_count(t), 1);
+    ql_table_close(t);
+    CHECK_FAILS(open_one("/nowhere/x.jsonl", NULL, &t), QL_EINVAL, "no such file");
+    CHECK_FAILS(open_one(file("x.parquet", "PAR1"), NULL, &t), QL_ENOSUP, "variable's name");
+    CHECK_FAILS(open_one(file("e.jsonl", "\n"), NULL, &t), QL_EINVAL, "no rows");
+    CHECK_FAILS(open_one(file("cut.json", "[{\"a\":1},"), NULL, &t), QL_EINVAL, "cut off");
+    CHECK_FAILS(open_one(file("scalar.json", "17"), NULL, &t), QL_EINVAL, "neither");
+}
+
+TEST(rows_are_pushed_by_a_front_end)
+{
+    ql_table *t = NULL;
+    json_t *row = json_pack("{s:s}", "text", "a\nb");
+    uint64_t h[2], h2[2];
+    CHECK_OK(ql_table_new(NULL, &t));
+    CHECK_OK(ql_table_push(t, row));
+    CHECK_STR(cell(t, 0, "text"), "a\nb");
+    CHECK_OK(ql_table_hash(t, h));
+    CHECK_OK(ql_table_push_lines(t, "{\"text\":\"c\"}\n{\"text\":\"d\"}\n", 26));
+    CHECK_INT(ql_table_count(t), 3);
+    CHECK_STR(cell(t, 2, "text"), "d");
+    CHECK_OK(ql_table_hash(t, h2));
+    CHECK(h[0] != h2[0] && h[1] != h2[1]);
+    ql_table_close(t), json_decref(row);
+}
+
+/* One row through the formatter: its text with [ ] round what is trained. */
+static ql_status show(const char *model, const char *row, ql_data_options *o, ql_str *out, ql_example *e)
+{
+    char path[128];
+    ql_tok *tok = NULL;
+    ql_formatter *f = NULL;
+    json_t *j = json_loads(row, 0, NULL);
+    snprintf(path, sizeof path, "tests/text/data/%s", model);
+    ql_status st = ql_tok_open(path, &tok);
+    ql_str_clear(out);
+    if (st == QL_OK) st = ql_formatter_new(tok, j, o, &f);
+    if (st == QL_OK) st = ql_format_row(f, j, e);
+    for (size_t i = 0; st == QL_OK && i < e->ids.len; i++) {
+        size_t n;
+        const char *p = ql_tok_bytes(tok, e->ids.data[i], &n);
+        if (e->trained[i] && !(i && e->trained[i - 1])) st = ql_str_puts(out, "[");
+        if (st == QL_OK) st = ql_str_add(out, p, n);
+        if (e->trained[i] && (i + 1 == e->ids.len || !e->trained[i + 1])) st = ql_str_puts(out, "]");
+    }
+    ql_formatter_free(f), ql_tok_close(tok), json_decref(j);
+    return st;
+}
+
+#define SHOWS(model, row, want)                                                                    \
+    do {                                                                                           \
+        CHECK_OK(show(model, row, &o, &s, &e));                                                    \
+        CHECK_STR(s.data, want);                                                                   \
+    } while (0)
+
+TEST(rows_become_masked_ids)
+{
+    ql_data_options o = {0};
+    ql_str s = {0};
+    ql_example e = {0};
+    const char *chat = "{\"messages\":[{\"role\":\"user\",\"content\":\"hi\"},{\"role\":\"assistant\",\"content\":\"yo\"}]}";
+    SHOWS("qwen", "{\"text\":\"plain\"}", "[plain<|im_end|>]");
+    SHOWS("qwen", "{\"text\":\"plain<|im_end|>\"}", "[plain<|im_end|>]");
+    SHOWS("llama", "{\"text\":\"plain\"}", "[<|begin_of_text|>plain<|eot_id|>]");
+    SHOWS("qwen", "{\"prompt\":\"2+2=\",\"completion\":\" 4\"}", "2+2=[ 4<|im_end|>]");
+    SHOWS("qwen", chat, "[<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n]");
+    SHOWS("llama", chat, "[<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
+                         "<|start_header_id|>assistant<|end_header_id|>\n\nyo<|eot_id|>]");
+    SHOWS("qwen", "{\"conversations\":[{\"from\":\"human\",\"value\":\"hi\"},{\"from\":\"gpt\",\"value\":\"yo\"}]}",
+          "[<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n]");
+    SHOWS("qwen", "{\"instruction\":\"add\",\"input\":\"1 1\",\"output\":\"2\"}",
+          "<|im_start|>user\nadd\n\n1 1<|im_end|>\n<|im_start|>assistant\n[2<|im_end|>\n]");
+    SHOWS("qwen", "{\"text\":\"<human>: hi <bot>: yo\"}", "[<human>: hi <bot>: yo<|im_end|>]");
+    o.loss_on = QL_LOSS_RESPONSES;
+    SHOWS("qwen", chat, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[yo<|im_end|>\n]");
+    SHOWS("llama", chat, "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
+                         "<|start_header_id|>assistant<|end_header_id|>\n\n[yo<|eot_id|>]");
+    SHOWS("qwen", "{\"text\":\"<human>: hi\\n<bot>: yo\\n<human>: so\\n<bot>: la\"}",
+          "<human>: hi\n<bot>:[ yo\n]<human>: so\n<bot>:[ la<|im_end|>]");
+    /* NFC moves bytes; the mask follows. */
+    SHOWS("qwen", "{\"messages\":[{\"role\":\"user\",\"content\":\"cafe\xcc\x81 e\xcc\x81\"},{\"role\":\"assistant\","
+                  "\"content\":\"ne\xcc\x81\"}]}",
+          "<|im_start|>user\ncaf\xc3\xa9 \xc3\xa9<|im_end|>\n<|im_start|>assistant\n[n\xc3\xa9<|im_end|>\n]");
+    o.loss_on = QL_LOSS_ALL;
+    SHOWS("qwen", "{\"prompt\":\"a\",\"completion\":\"b\"}", "[ab<|im_end|>]");
+    o.loss_on = QL_LOSS_AUTO, o.text_field = "body";
+    SHOWS("qwen", "{\"body\":\"x y\"}", "[x y<|im_end|>]");
+    o.max_length = 2;
+    SHOWS("qwen", "{\"body\":\"x y z\"}", "[x y]");
+    CHECK(e.truncated);
+    ql_str_free(&s), ql_example_free(&e);
+}
+
+TEST(causes_are_named)
+{
+    ql_data_options o = {0};
+    ql_str s = {0};
+    ql_example e = {0};
+    CHECK_FAILS(show("qwen", "{\"question\":\"a\",\"answer\":\"b\"}", &o, &s, &e), QL_EINVAL, "'question', 'answer'");
+    CHECK_FAILS(show("flags", "{\"messages\":[]}", &o, &s, &e), QL_EINVAL, "no chat template");
+    o.loss_on = QL_LOSS_RESPONSES;
+    CHECK_FAILS(show("qwen", "{\"text\":\"a\"}", &o, &s, &e), QL_EINVAL, "no responses");
+    CHECK_FAILS(show("qwen", "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}]}", &o, &s, &e), QL_EINVAL,
+                "no response");
+    CHECK_STR(e.reason, "all labels masked");
+    o.max_length = 3;
+    CHECK_FAILS(show("qwen", "{\"prompt\":\"a b c d\",\"completion\":\"e\"}", &o, &s, &e), QL_EINVAL, "max_length 3");
+    o.chat_template = "{% nonsense %}";
+    CHECK_FAILS(show("qwen", "{\"messages\":[]}", &o, &s, &e), QL_ENOSUP, "nonsense");
+    ql_str_free(&s), ql_example_free(&e);
+}
+
+TEST(tokenised_in_a_thread_and_cached)
+{
+    ql_table *t = NULL;
+    ql_tok *tok = NULL;
+    ql_tokenising *k = NULL;
+    ql_dataset *d = NULL;
+    json_t *report = NULL;
+    int64_t done, total;
+    CHECK_OK(ql_tok_open("tests/text/data/qwen", &tok));
+    const char *path = file("rows.jsonl", "{\"prompt\":\"p\",\"completion\":\"one\"}\nnot json\n{\"prompt\":\"q\"}\n"
+                                          "{\"prompt\":\"a b c d e f g\",\"completion\":\"x\"}\n"
+                                          "{\"prompt\":\"r\",\"completion\":\"one two three four\"}\n");
+    char cache[80];
+    snprintf(cache, sizeof cache, "%s/cache", dir);
+    ql_data_options o = {.max_length = 5, .cache_dir = cache};
+    for (int again = 0; again < 2; again++) {
+        CHECK_OK(open_one(path, NULL, &t));
+        CHECK_OK(ql_tokenise_start(t, tok, &o, &k));
+        CHECK_OK(ql_tokenise_wait(k, &d));
+        ql_tokenise_progress(k, &done, &total);
+        CHECK_INT(done, 5);
+        CHECK_INT(total, 5);
+        CHECK_INT(ql_tokenise_cached(k), again);
+        CHECK_INT(ql_dataset_size(d), 2);
+        const json_t *skipped = json_object_get(ql_dataset_about(d), "skipped");
+        CHECK_INT(json_integer_value(json_object_get(skipped, "broken row")), 1);
+        CHECK_INT(json_integer_value(json_object_get(skipped, "no text")), 1);
+        CHECK_INT(json_integer_value(json_object_get(skipped, "all labels masked after truncation")), 1);
+        CHECK_INT(json_integer_value(json_object_get(ql_dataset_about(d), "truncated")), 1);
+        ql_tokenise_free(k), ql_table_close(t);
+        if (!again) ql_dataset_close(d);
+    }
+    CHECK_OK(ql_data_lint(d, tok, 1, &report));
+    const json_t *s = json_array_get(json_object_get(report, "samples"), 0);
+    CHECK_STR(json_string_value(json_object_get(s, "text")), "pone<|im_end|>");
+    CHECK_INT(json_integer_value(json_array_get(json_array_get(json_object_get(s, "spans"), 0), 1)), 1);
+    CHECK_INT(json_integer_value(json_object_get(json_array_get(json_object_get(report, "histogram"), 0), "count")), 2);
+    CHECK(json_array_size(json_object_get(report, "warnings")) >= 2);
+    ql_dataset_close(d), json_decref(report);
+    CHECK_OK(open_one(file("bad.jsonl", "{\"prompt\":\"a b c d e f\",\"completion\":\"x\"}\n"), NULL, &t));
+    CHECK_OK(ql_tokenise_start(t, tok, &o, &k));
+    d = NULL;
+    CHECK_FAILS(ql_tokenise_wait(k, &d), QL_EINVAL, "1 x all labels masked after truncation");
+    CHECK(!d);
+    ql_tokenise_free(k), ql_table_close(t), ql_tok_close(tok);
+}
+
+/* pad = eos: the real end token keeps its label, padding has none. */
+TEST(pad_may_be_eos)
+{
+    ql_table *t = NULL;
+    ql_tok *tok = NULL;
+    ql_tokenising *k = NULL;
+    ql_dataset *d = NULL;
+    ql_batch b = {0};
+    const int32_t e[] = {0, 1};
+    ql_data_options o = {0};
+    CHECK_OK(ql_tok_open("tests/text/data/qwen", &tok));
+    CHECK_OK(open_one(file("p.jsonl", "{\"text\":\"a b c\"}\n{\"text\":\"a\"}\n"), NULL, &t));
+    CHECK_OK(ql_tokenise_start(t, tok, &o, &k));
+    CHECK_OK(ql_tokenise_wait(k, &d));
+    int32_t eos = ql_tok_info(tok)->eos;
+    CHECK_OK(ql_batch_fill(&b, d, e, 2, 0, eos, 8));
+    CHECK_INT(b.labels[8 + 1], eos);
+    CHECK_INT(b.target[8], eos);
+    CHECK_INT(b.ids[8 + 2], eos);
+    CHECK_INT(b.labels[8 + 2], -100);
+    CHECK_INT(b.target[8 + 1], -100);
+    ql_batch_free(&b), ql_dataset_close(d), ql_tokenise_free(k), ql_table_close(t), ql_tok_close(tok);
+}
+
+TEST(clean_up)
+{
+    char cmd[128];
+    snprintf(cmd, sizeof cmd, "rm -rf '%s'", dir);
+    CHECK(!dir[0] || system(cmd) == 0);
+}
+
+TEST_MAIN(T(formats_are_read), T(splits_globs_and_folders), T(rows_are_pushed_by_a_front_end),
+          T(rows_become_masked_ids), T(causes_are_named), T(tokenised_in_a_thread_and_cached),
+          T(pad_may_be_eos), T(clean_up))
