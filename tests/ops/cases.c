@@ -49,6 +49,10 @@ const op_case op_cases[] = {
     MATMUL(256, 1, 144, 0, 1),
     MATMUL(1, 1, 1, 0, 0 + 4),
     MATMUL(1030, 33, 80, 0, 1 + 4),
+    MATMUL(3, 4101, 8, 0, 1),
+    MATMUL(3, 5, 70001, 0, 0 + 4 + 16),
+    MATMUL(5, 3, 70001, 0, 1),
+    MATMUL(70, 65, 1, 0, 2),
 
     EACH("rmsnorm", rmsnorm, 5, 128, 1, 0, 0),
     PAIRS("rmsnorm", rmsnorm, 3, 67, 2, 5, 0),
@@ -122,6 +126,7 @@ const op_case op_cases[] = {
     C("clip", clip, QL_F32, QL_F32, 1, 300, 0, 0, 1 + 4),
     C("clip", clip, QL_F32, QL_F32, 1, 5, 0, 0, 2 + 8),
     C("clip", clip, QL_F32, QL_F32, 1, 5, 0, 0, 1 + 16),
+    C("clip", clip, QL_F32, QL_F32, 1, 5, 0, 0, 1 + 32),
     C("adamw", adamw, QL_F32, QL_F32, 1, 3, 0, 0, 0),
     C("adamw", adamw, QL_F32, QL_F32, 1, 3, 0, 0, 1),
     C("adamw", adamw, QL_F32, QL_F32, 1, 1, 0, 0, 2),

@@ -7,7 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- attention: m tokens in all, n = head size, k = the documents' layout, how = heads and window  */
+/* ---- attention: m tokens in all, n = head size, k = the documents' layout, how = heads and window
+ */
 
 enum { DOCS = 8 };
 
@@ -267,7 +268,8 @@ void run_norm_parts(ctx *c, const op_case *p)
     expect(c, part, ref, 5e-7);
 }
 
-/* how: 1 clipped; 2 scaling; 4 not finite; 8 the scale grows; 16 the table of lr has ended. */
+/* how: 1 clipped; 2 scaling; 4 not finite; 8 the scale grows; 16 the table of lr has ended;
+ * 32 a norm that needs no clipping, but less than twice. */
 void run_clip(ctx *c, const op_case *p)
 {
     tens *ctl = make_ctl(c, INOUT), *part = make(c, "part", IN, QL_F32, 1, p->n, 0),
@@ -281,6 +283,7 @@ void run_clip(ctx *c, const op_case *p)
                     .lr = lr->t.data,
                     .n_lr = 5};
     for (int64_t i = 0; i < p->n; i++) part->v[i] = fabs(part->v[i]) * scale * scale;
+    for (int64_t i = 0; p->how & 32 && i < p->n; i++) part->v[i] = 0.04 / (double)p->n;
     if (p->how & 4) part->v[p->n / 2] = INFINITY;
     word_f32(ctl, FIELD(loss_scale), (float)scale), word_f32(ctl, FIELD(inv_items), 0.125f);
     ctl->v[FIELD(steps) / 4] = p->how & 16 ? 9 : 3, ctl->v[FIELD(growth) / 4] = 7,
@@ -389,6 +392,8 @@ void run_adamw8(ctx *c, const op_case *p)
     for (int64_t i = 256; i < 512; i++)
         m2->v[1] = v2->v[1] = g->v[i] = 0; /* a block that stays zero */
     g->v[700] = NAN, g->v[900] = INFINITY;
+    /* So near to zero that zero is the nearest code, with either sign. */
+    m8->v[10] = m8->v[11] = 127, g->v[10] = 1e-8, g->v[11] = -1e-8;
     RUN(c, ql_adamw8(&c->q, w->t, m8->t, v8->t, m2->t, v2->t, g->t, code1->t, code2->t, ctl->t.data,
                      &a));
     if (!live(c)) return;
