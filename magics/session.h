@@ -1,0 +1,54 @@
+/* What a notebook has set so far, and what the verbs share. */
+#ifndef QL_SESSION_H
+#define QL_SESSION_H
+
+#include "magics/client.h"
+#include "magics/live.h"
+#include "magics/verbs.h"
+
+struct ql_magics {
+    ql_host host;
+    char *engine, *runs, *bundled, *hub;
+    ql_follow follow;
+    int lines_every;
+    ql_client *client;
+    ql_job *job;
+    json_t *model;   /* ql_model_report of the job's model, NULL before load */
+    json_t *devices; /* of `qlora-engine --devices`, NULL until asked */
+    json_t *last;    /* the last run's result, NULL: none */
+    char *last_path; /* its folder */
+    int displays;    /* numbers display ids */
+};
+
+/* A verb's result: {"kind", "repr", "data", "bundle"}. bundle NULL: all was shown already. Takes data and bundle. */
+ql_status ql_result(const char *kind, const char *repr, json_t *data, json_t *bundle, json_t **out);
+
+ql_status ql_session_devices(ql_magics *m, json_t **borrowed);
+ql_status ql_session_need_model(const ql_magics *m);
+/* A run's name, folder, checkpoint or trainer_state.json → its path; NULL: the last run. Frees with free(). */
+ql_status ql_session_run_path(ql_magics *m, const char *name, char **path);
+/* ql_run_report with its "name" and "path". */
+ql_status ql_session_run_report(ql_magics *m, const char *name, json_t **out);
+/* A bundled name → its folder, else the text itself. Frees with free(). */
+char *ql_session_bundled(const ql_magics *m, const char *name);
+json_t *ql_read_json_file(const char *path); /* NULL and an error text */
+
+ql_status ql_verb_info(ql_magics *m, const ql_call *call, json_t **out);
+ql_status ql_verb_bench(ql_magics *m, const ql_call *call, json_t **out);
+ql_status ql_verb_load(ql_magics *m, const ql_call *call, json_t **out);
+ql_status ql_verb_config(ql_magics *m, const ql_call *call, json_t **out);
+ql_status ql_verb_data(ql_magics *m, const ql_call *call, json_t **out);
+ql_status ql_verb_plan(ql_magics *m, const ql_call *call, json_t **out);
+ql_status ql_verb_train(ql_magics *m, const ql_call *call, json_t **out);
+ql_status ql_verb_resume(ql_magics *m, const ql_call *call, json_t **out);
+ql_status ql_verb_eval(ql_magics *m, const ql_call *call, json_t **out);
+ql_status ql_verb_generate(ql_magics *m, const ql_call *call, json_t **out);
+ql_status ql_verb_plot(ql_magics *m, const ql_call *call, json_t **out);
+ql_status ql_verb_memory(ql_magics *m, const ql_call *call, json_t **out);
+ql_status ql_verb_baseline(ql_magics *m, const ql_call *call, json_t **out);
+ql_status ql_verb_verify(ql_magics *m, const ql_call *call, json_t **out);
+ql_status ql_verb_save(ql_magics *m, const ql_call *call, json_t **out);
+ql_status ql_verb_unload(ql_magics *m, const ql_call *call, json_t **out);
+ql_status ql_verb_help(ql_magics *m, const ql_call *call, json_t **out);
+
+#endif
