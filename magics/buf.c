@@ -195,10 +195,16 @@ ql_short ql_fmt_num(double x, int digits)
         snprintf(r.s, sizeof r.s, "-");
         return r;
     }
-    snprintf(r.s, sizeof r.s, "%.*g", digits, x);
-    /* "2e-04" → "2e-4", "1.5e+07" → "1.5e7" */
+    int small = x != 0 && fabs(x) < 1e-3;
+    snprintf(r.s, sizeof r.s, small ? "%.*e" : "%.*g", small ? digits - 1 : digits, x);
+    /* "2.00e-04" → "2e-4", "1.5e+07" → "1.5e7" */
     char *e = strchr(r.s, 'e');
     if (e) {
+        char *m = e;
+        while (strchr(r.s, '.') && (m[-1] == '0' || m[-1] == '.') && m > r.s + 1)
+            if (*--m == '.') break;
+        memmove(m, e, strlen(e) + 1);
+        e = m;
         char *from = e + 1, *to = e + 1;
         if (*from == '-') from++, to++;
         else if (*from == '+') from++;

@@ -24,6 +24,8 @@ struct ql_magics {
 ql_status ql_result(const char *kind, const char *repr, json_t *data, json_t *bundle, json_t **out);
 
 ql_status ql_session_devices(ql_magics *m, json_t **borrowed);
+/* How many devices the job will use, as far as that is known without asking: 0 otherwise. */
+int64_t ql_session_world(const ql_magics *m, const ql_job *job);
 ql_status ql_session_need_model(const ql_magics *m);
 /* A run's name, folder, checkpoint or trainer_state.json → its path; NULL: the last run. Frees with free(). */
 ql_status ql_session_run_path(ql_magics *m, const char *name, char **path);

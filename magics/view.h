@@ -69,7 +69,7 @@ ql_status ql_chart_bundle(const ql_host *host, const json_t *chart, const json_t
 json_t *ql_view_info(const json_t *info);
 json_t *ql_view_bench(const json_t *bench);
 json_t *ql_view_model(const json_t *model);
-json_t *ql_view_config(const ql_job *job, const json_t *model, const json_t *notes, int all);
+json_t *ql_view_config(const ql_job *job, const json_t *model, const json_t *notes, int64_t world, int all);
 json_t *ql_view_data(const json_t *report);
 json_t *ql_view_plan(const json_t *plan, const char *on);
 json_t *ql_view_memory(const json_t *event);

@@ -143,7 +143,11 @@ TEST(formats)
     CHECK_STR(ql_fmt_count(8.03e9).s, "8.03 B");
     CHECK_STR(ql_fmt_time(41).s, "00:41");
     CHECK_STR(ql_fmt_time(11264).s, "3:07:44");
-    CHECK_STR(ql_fmt_num(0.0002, 3).s, "0.0002");
+    CHECK_STR(ql_fmt_num(0.0002, 3).s, "2e-4");
+    CHECK_STR(ql_fmt_num(0.000195, 3).s, "1.95e-4");
+    CHECK_STR(ql_fmt_num(-1e-10, 1).s, "-1e-10");
+    CHECK_STR(ql_fmt_num(0, 3).s, "0");
+    CHECK_STR(ql_fmt_num(0.5, 3).s, "0.5");
     CHECK_STR(ql_fmt_num(0.00002, 3).s, "2e-5");
     CHECK_STR(ql_fmt_num(1.5e7, 3).s, "1.5e7");
     CHECK_STR(ql_fmt_num((double)NAN, 3).s, "-");

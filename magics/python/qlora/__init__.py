@@ -1,0 +1,278 @@
+"""QLoRA fine-tuning from notebook cells.
+
+    %load_ext qlora
+    %qlora help
+
+From plain Python: qlora.run("load", "tiny"); r = qlora.run("train", max_steps=20); r.loss; r.plot()
+"""
+import json as _json
+import os as _os
+import sys as _sys
+from pathlib import Path as _Path
+
+from . import _core
+from ._core import Error
+
+__version__ = _core.version
+__all__ = ["Error", "Result", "Run", "last", "run"]
+
+
+class Result(dict):
+    """What a verb answered: its data as a dict, and its own view in a notebook."""
+
+    def __init__(self, answer):
+        super().__init__(answer["data"])
+        self.kind, self._line, self._bundle = answer["kind"], answer["repr"], answer["bundle"]
+
+    def __repr__(self):
+        return self._bundle["data"]["text/plain"] if self._bundle else self._line
+
+    def _repr_pretty_(self, p, cycle):
+        p.text(repr(self))
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        if self._bundle:
+            return self._bundle["data"], self._bundle["metadata"]
+        return {"text/plain": self._line}
+
+
+class Run(Result):
+    """A run: .name .path .history .loss .memory .frame .plot(); run["loss"] is .loss."""
+
+    name = property(lambda self: self["name"])
+    path = property(lambda self: _Path(self["path"]))
+    history = property(lambda self: self["history"])
+    memory = property(lambda self: self["memory"])
+
+    @property
+    def loss(self):
+        """The loss of every step; None where a step was skipped."""
+        return self._column("loss")
+
+    def _column(self, key):
+        return [r[key] for r in self["history"] if key in r]
+
+    def __missing__(self, key):
+        column = self._column(key)
+        if not column:
+            raise KeyError(key)
+        return column
+
+    @property
+    def frame(self):
+        """The history as a pandas DataFrame."""
+        import pandas
+        return pandas.DataFrame(self["history"])
+
+    def plot(self, ax=None, diff=None, metric="loss"):
+        """Draws the run and returns matplotlib Axes. diff: another run (or its name), drawn with it, the
+        difference below. Without ax a figure is made and shown."""
+        from . import plots
+        runs = [_brief(diff), _brief(self)] if diff is not None else [_brief(self)]
+        chart = _json.loads(_core.chart(_json.dumps(runs), metric, diff is not None))
+        if ax is None:
+            fig, axes = plots.figure(chart)
+            _host.figure(fig, chart)
+            return axes[0]
+        axes = [ax]
+        if len(chart["panels"]) > 1:
+            from mpl_toolkits.axes_grid1 import make_axes_locatable
+            axes.append(make_axes_locatable(ax).append_axes("bottom", size="45%", pad=0.25, sharex=ax))
+            ax.tick_params(labelbottom=False)
+        plots.draw(chart, axes)
+        return ax
+
+
+def _brief(r):
+    if isinstance(r, (str, _os.PathLike)):
+        return run("plot", str(r), metric="loss")["runs"][0]
+    return {"name": r.get("name", "run"), "history": r["history"], "memory": r.get("memory", [])}
+
+
+def _result(text):
+    if text is None:
+        return None
+    answer = _json.loads(text)
+    return (Run if answer["kind"] == "run" else Result)(answer)
+
+
+def _clean(v):
+    """A cell of a table as JSON has it: numpy's scalars and arrays, and no NaN."""
+    if isinstance(v, float):
+        return v if v - v == 0 else None
+    if isinstance(v, dict):
+        return {str(k): _clean(x) for k, x in v.items()}
+    if isinstance(v, (list, tuple)):
+        return [_clean(x) for x in v]
+    if v is None or isinstance(v, (str, int, bool)):
+        return v
+    if hasattr(v, "tolist"):
+        return _clean(v.tolist())
+    return str(v)
+
+
+def _rows(name, value):
+    """The rows of a notebook's variable, one dict each; None where it is no data."""
+    if hasattr(value, "itertuples") and hasattr(value, "columns"):
+        columns = [str(c) for c in value.columns]
+        return (dict(zip(columns, row)) for row in value.itertuples(index=False, name=None))
+    if isinstance(value, dict) and value and all(hasattr(v, "column_names") for v in value.values()):
+        raise Error(f"{name} holds the splits {', '.join(value)}: give one a name of its own, then %qlora data NAME")
+    if isinstance(value, (list, tuple)) or hasattr(value, "column_names"):
+        return iter(value)
+    return None
+
+
+def _write_rows(name, rows, folder):
+    import hashlib
+    import tempfile
+    where = _Path(folder) / ".data"
+    where.mkdir(parents=True, exist_ok=True)
+    digest, n = hashlib.sha256(), 0
+    with tempfile.NamedTemporaryFile("wb", dir=where, suffix=".part", delete=False) as f:
+        try:
+            for row in rows:
+                if isinstance(row, str):
+                    row = {"text": row}
+                if not isinstance(row, dict):
+                    raise Error(f"{name}[{n}] is a {type(row).__name__}: rows are dicts (text, messages, prompt and completion) or strings")
+                line = _json.dumps(_clean(row), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+                digest.update(line)
+                f.write(line)
+                n += 1
+            f.close()
+            if n == 0:
+                raise Error(f"{name} has no rows")
+            path = where / f"{name}-{digest.hexdigest()[:8]}.jsonl"
+            _os.replace(f.name, path)
+        except BaseException:
+            f.close()
+            _os.unlink(f.name)
+            raise
+    return {"path": str(path), "rows": n}
+
+
+class _Host:
+    """What the C side asks of Python; called on the cell's own thread only."""
+
+    ip = None
+
+    def show(self, text, ident, update):
+        bundle = _json.loads(text)
+        if self.ip is None:
+            if not update:
+                self.print(bundle["data"].get("text/plain", "") + "\n")
+            return
+        self.ip.display_pub.publish(data=bundle["data"], metadata=bundle["metadata"],
+                                    transient={"display_id": ident} if ident else {}, update=bool(update))
+
+    def print(self, text):
+        _sys.stdout.write(text)
+        _sys.stdout.flush()
+
+    def chart(self, text):
+        from . import plots
+        return plots.png(_json.loads(text))
+
+    def figure(self, fig, chart):
+        if self.ip is None:
+            return
+        import base64
+        import io
+        out = io.BytesIO()
+        fig.savefig(out, format="png")
+        self.show(_json.dumps({"data": {"text/plain": chart["title"], "image/png": base64.b64encode(out.getvalue()).decode()},
+                               "metadata": {"image/png": {"width": chart["width"], "height": chart["height"]}}}), None, False)
+
+    def variable(self, name, folder):
+        spaces = [self.ip.user_ns] if self.ip is not None else []
+        spaces.append(getattr(_sys.modules.get("__main__"), "__dict__", {}))
+        for space in spaces:
+            if name in space:
+                rows = _rows(name, space[name])
+                return _json.dumps(_write_rows(name, rows, folder)) if rows is not None else None
+        return None
+
+    def libraries(self):
+        from importlib import metadata
+        found = {"Python": ".".join(map(str, _sys.version_info[:3]))}
+        for name in ("ipython", "matplotlib", "pandas", "transformers", "peft", "bitsandbytes"):
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                found[name] = None
+        return _json.dumps(found)
+
+
+_host = _Host()
+
+
+def _first(*paths):
+    return next((str(p) for p in paths if p and _Path(p).exists()), None)
+
+
+def _open():
+    """Follow is 0: outputs that change in place, 1: plain lines, 2: both (a notebook run in batch keeps stdout alone)."""
+    here, env = _Path(__file__).resolve().parent, _os.environ
+    hub = env.get("HF_HUB_CACHE") or _os.path.join(env.get("HF_HOME") or _os.path.expanduser("~/.cache/huggingface"), "hub")
+    follow = 1
+    if _host.ip is not None and "Terminal" not in type(_host.ip).__name__:
+        follow = 2 if env.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch" else 0
+    engine = env.get("QLORA_ENGINE") or _first(here / "bin" / "qlora-engine", here.parents[1] / "qlora-engine")
+    bundled = env.get("QLORA_BUNDLED") or _first(here / "bundled", here.parents[2] / "notebooks")
+    _core.open(_host, engine, env.get("QLORA_RUNS"), bundled, hub, follow)
+
+
+def _word(v):
+    """One word of a line, quoted so that the parser gives it back as it is."""
+    if isinstance(v, bool) or v is None or isinstance(v, (dict, list, tuple, set)):
+        v = _json.dumps(sorted(v) if isinstance(v, set) else v)
+    return '"' + str(v).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def run(verb, *args, body=None, **options):
+    """A verb from plain Python: run("load", "tiny"), run("train", max_steps=20, learning_rate=1e-4)."""
+    words = [verb] + [_word(getattr(a, "path", a)) for a in args] + [f"--{k}={_word(v)}" for k, v in options.items()]
+    return _result(_core.run(" ".join(words), body))
+
+
+def qlora(line, cell=None):
+    if "\0" in line or "\0" in (cell or ""):
+        raise Error("a cell cannot hold the character NUL")
+    return _result(_core.run(line, cell))
+
+
+def _complete(ip, event):
+    line = event.line[:getattr(event, "text_until_cursor", None) and len(event.text_until_cursor)] if False else event.line
+    words = _json.loads(_core.complete(line))
+    symbol = event.symbol or ""
+    if not symbol.startswith("-"):
+        words = [w.split("=", 1)[1] if w.startswith("--") and "=" in w else w for w in words]
+    return words
+
+
+def __getattr__(name):
+    if name == "last":
+        return _result(_core.last())
+    raise AttributeError(f"module 'qlora' has no attribute '{name}'")
+
+
+def load_ipython_extension(ip):
+    _host.ip = ip
+    _open()
+    qlora.__doc__ = _core.help()
+    ip.register_magic_function(qlora, "line_cell", "qlora")
+    for key in ("%qlora", "%%qlora"):
+        ip.set_hook("complete_command", _complete, str_key=key)
+    ip.user_ns.setdefault("qlora", _sys.modules[__name__])
+
+
+def unload_ipython_extension(ip):
+    ip.magics_manager.magics["line"].pop("qlora", None)
+    ip.magics_manager.magics["cell"].pop("qlora", None)
+    _core.close()
+
+
+_open()
+import atexit as _atexit  # noqa: E402
+_atexit.register(_core.close)

@@ -1,0 +1,201 @@
+#include "magics/session.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static char *dup_or_null(const char *s)
+{
+    return s ? strdup(s) : NULL;
+}
+
+ql_status ql_magics_open(const ql_magics_options *o, const ql_host *host, ql_magics **out)
+{
+    ql_magics *m = calloc(1, sizeof *m);
+    ql_status st = QL_OK;
+    if (!m) QL_FAIL(QL_ENOMEM, "out of memory");
+    m->host = *host;
+    m->engine = strdup(o->engine ? o->engine : "");
+    m->runs = strdup(o->runs ? o->runs : "runs");
+    m->bundled = dup_or_null(o->bundled);
+    m->hub = dup_or_null(o->hub);
+    m->follow = o->follow;
+    m->lines_every = o->lines_every;
+    if (!m->engine || !m->runs) QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
+    QL_GO(ql_job_new(&m->job));
+    QL_GO(ql_client_open(m->engine, o->ready_ms, &m->host, &m->client));
+    *out = m;
+    return QL_OK;
+out:
+    ql_magics_close(m);
+    return st;
+}
+
+void ql_magics_close(ql_magics *m)
+{
+    if (!m) return;
+    ql_client_close(m->client);
+    ql_job_free(m->job);
+    json_decref(m->model);
+    json_decref(m->devices);
+    json_decref(m->last);
+    free(m->last_path);
+    free(m->engine);
+    free(m->runs);
+    free(m->bundled);
+    free(m->hub);
+    free(m);
+}
+
+ql_status ql_magics_run(ql_magics *m, const char *line, const char *body, json_t **out)
+{
+    ql_call call;
+    json_t *result = NULL;
+    ql_error_clear();
+    QL_TRY(ql_call_bind(line, body, &call));
+    /* A stop pressed before this cell began is not meant for it. */
+    m->host.interrupts(m->host.self);
+    ql_status st = call.verb->run(m, &call, &result);
+    if (st == QL_OK && call.line.silent) {
+        json_decref(result);
+        result = NULL;
+    }
+    if (st == QL_OK) *out = result;
+    else json_decref(result);
+    ql_call_free(&call);
+    return st;
+}
+
+const json_t *ql_magics_last(const ql_magics *m)
+{
+    return m->last;
+}
+
+ql_status ql_result(const char *kind, const char *repr, json_t *data, json_t *bundle, json_t **out)
+{
+    json_t *r = json_pack("{s:s, s:o, s:o, s:o}", "kind", kind, "repr", ql_text_json(repr, strlen(repr)), "data",
+                          data ? data : json_object(), "bundle", bundle ? bundle : json_null());
+    if (!r) QL_FAIL(QL_ENOMEM, "no memory for a result");
+    *out = r;
+    return QL_OK;
+}
+
+/* Both forms of `--devices`: the array alone, or an object that holds it. */
+ql_status ql_session_devices(ql_magics *m, json_t **borrowed)
+{
+    if (!m->devices) QL_TRY(ql_client_devices(m->client, &m->devices));
+    json_t *inside = json_object_get(m->devices, "devices");
+    *borrowed = inside ? inside : m->devices;
+    return QL_OK;
+}
+
+int64_t ql_session_world(const ql_magics *m, const ql_job *job)
+{
+    const char *devices = ql_job_str(job, "devices");
+    if (!devices) return 0;
+    if (strncmp(devices, "cpu", 3) == 0) return devices[3] == ':' ? strtoll(devices + 4, NULL, 10) : 1;
+    if (devices[strcspn(devices, "0123456789")]) {
+        int64_t n = 1;
+        for (const char *p = devices; *p; p++) n += *p == ',';
+        return n;
+    }
+    const json_t *inside = json_object_get(m->devices, "devices");
+    return (int64_t)json_array_size(inside ? inside : m->devices);
+}
+
+ql_status ql_session_need_model(const ql_magics *m)
+{
+    const char *model = ql_job_str(m->job, "model");
+    if (!model || !*model) QL_FAIL(QL_EINVAL, "no model yet: %%qlora load MODEL (`tiny` comes along)");
+    return QL_OK;
+}
+
+static int exists(const char *path)
+{
+    struct stat s;
+    return stat(path, &s) == 0;
+}
+
+char *ql_session_bundled(const ql_magics *m, const char *name)
+{
+    char *path = NULL;
+    if (m->bundled && *name && !strchr(name, '/') && name[0] != '.' && !exists(name)) {
+        if (asprintf(&path, "%s/%s", m->bundled, name) < 0) return NULL;
+        if (exists(path)) return path;
+        free(path);
+    }
+    return strdup(name);
+}
+
+/* Names of the folders under the runs' folder, for "did you mean". */
+static void suggest_run(ql_magics *m, const char *name, char *near, size_t size)
+{
+    json_t *all = ql_magics_complete(m, "plot ");
+    const char *names[256];
+    int n = 0;
+    for (size_t i = 0; i < json_array_size(all) && n < 256; i++)
+        if (strncmp(json_string_value(json_array_get(all, i)), "--", 2) != 0) names[n++] = json_string_value(json_array_get(all, i));
+    ql_verb_nearest(name, names, n, near, size);
+    if (!near[0] && n > 0) snprintf(near, size, "there is '%s'", names[n - 1]);
+    json_decref(all);
+}
+
+ql_status ql_session_run_path(ql_magics *m, const char *name, char **path)
+{
+    char *p = NULL, near[120];
+    if (!name) {
+        if (!m->last_path) QL_FAIL(QL_EINVAL, "there is no run yet in this notebook; name one, or %%qlora train");
+        if (!(*path = strdup(m->last_path))) QL_FAIL(QL_ENOMEM, "out of memory");
+        return QL_OK;
+    }
+    if (asprintf(&p, "%s/%s", m->runs, name) < 0) QL_FAIL(QL_ENOMEM, "out of memory");
+    if (exists(p) && *name) {
+        *path = p;
+        return QL_OK;
+    }
+    free(p);
+    if (exists(name)) {
+        if (!(*path = strdup(name))) QL_FAIL(QL_ENOMEM, "out of memory");
+        return QL_OK;
+    }
+    suggest_run(m, name, near, sizeof near);
+    QL_FAIL(QL_EINVAL, "no run '%s' under %s, and no such file%s%s", name, m->runs, near[0] ? "; " : "", near);
+}
+
+ql_status ql_session_run_report(ql_magics *m, const char *name, json_t **out)
+{
+    char *path = NULL;
+    json_t *r = NULL;
+    QL_TRY(ql_session_run_path(m, name, &path));
+    ql_status st = ql_run_report(path, &r);
+    if (st == QL_OK) {
+        size_t n = strlen(path);
+        while (n > 1 && path[n - 1] == '/') path[--n] = 0;
+        const char *base = strrchr(path, '/');
+        char *folder = NULL;
+        base = base ? base + 1 : path;
+        /* A bare trainer_state.json is known by its folder. */
+        if (strcmp(base, "trainer_state.json") == 0 && base > path + 1) {
+            folder = strndup(path, (size_t)(base - path) - 1);
+            base = folder && strrchr(folder, '/') ? strrchr(folder, '/') + 1 : folder ? folder : path;
+        }
+        json_object_set_new(r, "name", ql_text_json(base, strlen(base)));
+        json_object_set(r, "history", json_object_get(r, "log_history"));
+        json_object_del(r, "log_history");
+        free(folder);
+        *out = r;
+    }
+    free(path);
+    return st;
+}
+
+json_t *ql_read_json_file(const char *path)
+{
+    json_error_t err;
+    json_t *v = json_load_file(path, JSON_REJECT_DUPLICATES, &err);
+    if (!v) ql_fail(QL_EINVAL, "%s: %s (line %d)", path, err.text, err.line);
+    return v;
+}

@@ -1,0 +1,167 @@
+/* build/qlora: the verbs from a file or stdin, text/plain out.
+ *
+ *   qlora first.qlora          a verb a line, with or without %qlora; # comments
+ *   qlora -c 'load tiny' -c train
+ *   %%qlora config             a body runs to the next blank line or the next line that begins with %
+ */
+#include "magics/magics.h"
+#include "magics/view.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static volatile sig_atomic_t pressed;
+
+static void on_signal(int number)
+{
+    (void)number;
+    pressed = pressed + 1;
+}
+
+static ql_status show(void *self, const json_t *bundle, const char *id, ql_show_how how)
+{
+    (void)self, (void)id;
+    /* What is replaced again and again is told in lines (QL_FOLLOW_LINES) instead. */
+    if (how == QL_SHOW_NEW) printf("%s\n", ql_jstr(json_object_get(bundle, "data"), "text/plain", ""));
+    fflush(stdout);
+    return QL_OK;
+}
+
+static void print(void *self, const char *text)
+{
+    (void)self;
+    fputs(text, stdout);
+    fflush(stdout);
+}
+
+static int interrupts(void *self)
+{
+    (void)self;
+    int n = pressed;
+    pressed = 0;
+    return n;
+}
+
+static ql_status run(ql_magics *m, const char *line, const char *body)
+{
+    json_t *result = NULL;
+    ql_status st = ql_magics_run(m, line, body, &result);
+    if (st == QL_OK && result) {
+        const json_t *bundle = json_object_get(result, "bundle");
+        if (json_is_object(bundle)) show(NULL, bundle, NULL, QL_SHOW_NEW);
+    }
+    json_decref(result);
+    if (st == QL_OK) return st;
+    fflush(stdout);
+    fprintf(stderr, "qlora: %s\n", ql_error());
+    return st;
+}
+
+/* "%qlora train" and "train" are the same; *cell: it was %%qlora. */
+static const char *strip(const char *line, int *cell)
+{
+    line += strspn(line, " \t");
+    *cell = strncmp(line, "%%qlora", 7) == 0;
+    if (*cell) return line + 7;
+    return strncmp(line, "%qlora", 6) == 0 ? line + 6 : line;
+}
+
+static ql_status run_file(ql_magics *m, FILE *f)
+{
+    char *text = NULL, *line = NULL;
+    size_t cap = 0;
+    ssize_t n;
+    ql_buf body = {0};
+    ql_status st = QL_OK;
+    int open = 0;
+    while (st == QL_OK && (n = getline(&text, &cap, f)) >= 0) {
+        int cell, blank = strspn(text, " \t\r\n") == (size_t)n;
+        if (open && (blank || text[0] == '%')) {
+            st = run(m, line, ql_buf_str(&body));
+            open = 0;
+        }
+        if (open) ql_buf_put(&body, text);
+        if (open || blank || st != QL_OK || text[strspn(text, " \t")] == '#') continue;
+        while (n > 0 && (text[n - 1] == '\n' || text[n - 1] == '\r')) text[--n] = 0;
+        const char *rest = strip(text, &cell);
+        if (cell) {
+            free(line);
+            line = strdup(rest);
+            ql_buf_clear(&body);
+            open = line != NULL;
+        } else {
+            st = run(m, rest, NULL);
+        }
+    }
+    if (open && st == QL_OK) st = run(m, line, ql_buf_str(&body));
+    free(text);
+    free(line);
+    ql_buf_free(&body);
+    return st;
+}
+
+/* A file beside this program, or up to two folders above it. */
+static char *beside(const char *folder, const char *name)
+{
+    static const char *const up[] = {"", "/..", "/../.."};
+    for (int i = 0; i < 3; i++) {
+        char *path = NULL;
+        if (asprintf(&path, "%s%s/%s", folder, up[i], name) < 0) return NULL;
+        if (access(path, F_OK) == 0) return path;
+        free(path);
+    }
+    return NULL;
+}
+
+static ql_status run_all(ql_magics *m, int argc, char **argv)
+{
+    ql_status st = QL_OK;
+    int cell;
+    if (argc < 2) return run_file(m, stdin);
+    for (int i = 1; i < argc && st == QL_OK; i++) {
+        if (strcmp(argv[i], "-c") == 0 && i + 1 < argc) {
+            st = run(m, strip(argv[++i], &cell), NULL);
+        } else if (strcmp(argv[i], "-") == 0) {
+            st = run_file(m, stdin);
+        } else {
+            FILE *f = fopen(argv[i], "re");
+            if (!f) {
+                fprintf(stderr, "qlora: %s: %s\n", argv[i], strerror(errno));
+                return QL_EIO;
+            }
+            st = run_file(m, f);
+            fclose(f);
+        }
+    }
+    return st;
+}
+
+int main(int argc, char **argv)
+{
+    char self[4096] = ".";
+    ssize_t n = readlink("/proc/self/exe", self, sizeof self - 1);
+    if (n > 0) self[n] = 0;
+    char *slash = strrchr(self, '/');
+    if (slash) *slash = 0;
+    struct sigaction act = {.sa_handler = on_signal}; /* no SA_RESTART: a stop must end the wait */
+    sigaction(SIGINT, &act, NULL);
+    char *engine = beside(self, "qlora-engine"), *bundled = beside(self, "notebooks");
+    const char *given = getenv("QLORA_ENGINE"), *runs = getenv("QLORA_RUNS"), *folder = getenv("QLORA_BUNDLED");
+    ql_host host = {.show = show, .print = print, .interrupts = interrupts};
+    ql_magics_options o = {.engine = given ? given : engine, .runs = runs, .bundled = folder ? folder : bundled, .follow = QL_FOLLOW_LINES};
+    ql_magics *m;
+    ql_status st = ql_magics_open(&o, &host, &m);
+    if (st != QL_OK) {
+        fprintf(stderr, "qlora: %s\n", ql_error());
+        return 1;
+    }
+    st = run_all(m, argc, argv);
+    ql_magics_close(m);
+    free(engine);
+    free(bundled);
+    return st == QL_OK ? 0 : st == QL_ESTOP ? 130 : 1;
+}

@@ -1,0 +1,556 @@
+/* One view per report: what info, load, config, data, plan, memory, eval, generate, verify and bench say. */
+#include "magics/view.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define NONE ((double)NAN)
+
+static const char *bytes_or_dash(double v, ql_short *s)
+{
+    *s = ql_fmt_bytes(v);
+    return isfinite(v) ? s->s : "-";
+}
+
+/* ---- info -------------------------------------------------------------------------------------------- */
+
+static void info_devices(ql_view *v, const json_t *devices)
+{
+    ql_buf names = {0};
+    ql_table t;
+    size_t i;
+    const json_t *d;
+    ql_short total, left;
+    ql_table_begin(&t, ">|device|backend|arch|memory>|free>|id", &names);
+    json_array_foreach((json_t *)devices, i, d)
+    {
+        ql_table_cell(&t, "%zu", i);
+        ql_table_cell(&t, "%s", ql_jstr(d, "name", "?"));
+        ql_table_cell(&t, "%s", ql_jstr(d, "backend", ""));
+        ql_table_cell(&t, "%s", ql_jstr(d, "arch", ""));
+        ql_table_cell(&t, "%s", bytes_or_dash(ql_jnum(d, "total", NONE), &total));
+        ql_table_cell(&t, "%s", bytes_or_dash(ql_jnum(d, "free", NONE), &left));
+        ql_table_cell(&t, "%.20s", ql_jstr(d, "id", ""));
+    }
+    ql_table_end(v, &t);
+    ql_buf_free(&names);
+}
+
+static void info_host(ql_view *v, const json_t *info)
+{
+    const json_t *memory = json_object_get(info, "memory"), *disk, *text;
+    ql_buf names = {0}, list = {0};
+    ql_table t;
+    size_t i;
+    const char *key;
+    ql_table_begin(&t, "|", &names);
+    ql_table_cell(&t, "processor");
+    ql_table_cell(&t, "%s, %lld threads", ql_jstr(info, "cpu", "CPU"), (long long)ql_jint(info, "cores", 0));
+    ql_table_cell(&t, "memory");
+    double limit = ql_jnum(memory, "limit", NONE);
+    ql_table_cell(&t, "%s, %s free%s%s", ql_fmt_bytes(ql_jnum(memory, "total", 0)).s, ql_fmt_bytes(ql_jnum(memory, "available", 0)).s,
+                  isfinite(limit) ? "; this container may use " : "", isfinite(limit) ? ql_fmt_bytes(limit).s : "");
+    json_array_foreach(json_object_get(info, "disks"), i, disk)
+    {
+        if (!json_is_object(disk)) continue;
+        ql_table_cell(&t, "%s", ql_jstr(disk, "name", ""));
+        ql_table_cell(&t, "%s free of %s", ql_fmt_bytes(ql_jnum(disk, "free", 0)).s, ql_fmt_bytes(ql_jnum(disk, "total", 0)).s);
+    }
+    json_object_foreach(json_object_get(info, "libraries"), key, text)
+        ql_buf_printf(&list, "%s%s %s", list.len ? ", " : "", key, json_is_string(text) ? json_string_value(text) : "not there");
+    if (list.len) {
+        ql_table_cell(&t, "libraries");
+        ql_table_cell(&t, "%s", ql_buf_str(&list));
+    }
+    ql_table_cell(&t, "engine");
+    ql_table_cell(&t, "%s", ql_jstr(info, "engine", ""));
+    ql_table_end(v, &t);
+    ql_buf_free(&names);
+    ql_buf_free(&list);
+}
+
+json_t *ql_view_info(const json_t *info)
+{
+    ql_view v = {0};
+    const json_t *text;
+    size_t i;
+    const json_t *devices = json_object_get(info, "devices");
+    ql_view_title(&v, "qlora", "%s", ql_jstr(info, "version", ""));
+    if (json_array_size(devices) > 0) info_devices(&v, devices);
+    json_array_foreach(json_object_get(info, "links"), i, text)
+        if (json_is_string(text)) ql_view_note(&v, "%s", json_string_value(text));
+    info_host(&v, info);
+    json_array_foreach(json_object_get(info, "missing"), i, text)
+        if (json_is_string(text)) ql_view_warn(&v, json_string_value(text));
+    return ql_view_bundle(&v, info);
+}
+
+/* ---- load -------------------------------------------------------------------------------------------- */
+
+static void pair(ql_table *t, const char *name, const char *value)
+{
+    if (!*value) return;
+    ql_table_cell(t, "%s", name);
+    ql_table_cell(t, "%s", value);
+}
+
+json_t *ql_view_model(const json_t *m)
+{
+    ql_view v = {0};
+    ql_buf names = {0}, b = {0};
+    ql_table t;
+    const char *name = ql_jstr(m, "name", ql_jstr(m, "model", "model"));
+    double n = ql_jnum(m, "parameters", NONE), bytes = ql_jnum(m, "bytes", NONE);
+    if (isfinite(n)) ql_buf_printf(&b, "%s parameters", ql_fmt_count(n).s);
+    if (isfinite(bytes)) ql_buf_printf(&b, "%s%s on disk", b.len ? ", " : "", ql_fmt_bytes(bytes).s);
+    ql_view_title(&v, name, "%s", ql_buf_str(&b));
+    ql_table_begin(&t, "|", &names);
+    pair(&t, "architecture", ql_jstr(m, "arch", ""));
+    ql_buf_clear(&b);
+    static const char *const keys[] = {"layers", "hidden", "heads", "kv_heads", "vocab"};
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
+        if (isfinite(ql_jnum(m, keys[i], NONE)))
+            ql_buf_printf(&b, "%s%s %s", b.len ? ", " : "", ql_fmt_count(ql_jnum(m, keys[i], 0)).s, keys[i]);
+    pair(&t, "shape", ql_buf_str(&b));
+    const json_t *q = json_object_get(m, "quantised");
+    pair(&t, "stored as", json_is_string(q) ? json_string_value(q) : json_is_true(q) ? "NF4 (bitsandbytes)" : json_is_false(q) ? "16-bit" : "");
+    pair(&t, "adapters", ql_jstr(m, "trainable", ""));
+    pair(&t, "folder", ql_jstr(m, "path", ""));
+    ql_table_end(&v, &t);
+    ql_view_note(&v, "Nothing is on a device yet: %%qlora plan shows where it will rest.");
+    ql_buf_free(&names);
+    ql_buf_free(&b);
+    return ql_view_bundle(&v, m);
+}
+
+/* ---- config ------------------------------------------------------------------------------------------- */
+
+static void setting_text(const json_t *value, ql_buf *b)
+{
+    if (json_is_string(value)) {
+        ql_buf_put(b, json_string_value(value));
+    } else if (json_is_real(value)) {
+        ql_buf_put(b, ql_fmt_num(json_real_value(value), 6).s);
+    } else {
+        char *s = json_dumps(value, JSON_ENCODE_ANY | JSON_COMPACT);
+        ql_buf_put(b, s ? s : "null");
+        free(s);
+    }
+}
+
+static void config_rows(ql_table *t, const ql_job *job, int all)
+{
+    const ql_setting *s;
+    int n = ql_settings(&s);
+    for (int i = 0; i < n; i++) {
+        int set = ql_job_is_set(job, s[i].name);
+        if (!set && !s[i].theirs && !all) continue;
+        if (!set && (s[i].refused || s[i].note)) continue;
+        ql_buf b = {0};
+        setting_text(ql_job_get(job, s[i].name), &b);
+        size_t fit = ql_text_fit(ql_buf_str(&b), 44);
+        ql_table_cell(t, "%s", s[i].group);
+        if (set) {
+            ql_buf h = {0};
+            ql_buf_put(&h, "<b>");
+            ql_buf_html(&h, s[i].name);
+            ql_buf_put(&h, "</b>");
+            ql_table_cell2(t, s[i].name, ql_buf_str(&h));
+            ql_buf_free(&h);
+        } else {
+            ql_table_cell(t, "%s", s[i].name);
+        }
+        ql_table_cell(t, "%.*s%s", (int)fit, ql_buf_str(&b), fit < b.len ? "…" : "");
+        ql_table_cell(t, "%s", set ? "set" : s[i].theirs ? "(here)" : "");
+        ql_buf_free(&b);
+    }
+}
+
+json_t *ql_view_config(const ql_job *job, const json_t *model, const json_t *notes, int64_t world, int all)
+{
+    ql_view v = {0};
+    ql_buf names = {0};
+    ql_table t;
+    const json_t *text;
+    size_t i;
+    int64_t batch = ql_job_int(job, "per_device_train_batch_size"), g = ql_job_int(job, "gradient_accumulation_steps");
+    const char *name = ql_job_str(job, "model");
+    if (world > 0)
+        ql_view_title(&v, "settings", "%s%s%lld × %lld × %lld devices = %lld samples per step", name ? name : "", name ? ", " : "", (long long)batch,
+                      (long long)g, (long long)world, (long long)(batch * g * world));
+    else
+        ql_view_title(&v, "settings", "%s%s%lld × %lld samples per step and device", name ? name : "", name ? ", " : "", (long long)batch, (long long)g);
+    ql_table_begin(&t, "|setting|value|", &names);
+    config_rows(&t, job, all);
+    ql_table_end(&v, &t);
+    if (*ql_jstr(model, "trainable", "")) ql_view_note(&v, "%s", ql_jstr(model, "trainable", ""));
+    json_array_foreach((json_t *)notes, i, text)
+        if (json_is_string(text)) ql_view_note(&v, "%s", json_string_value(text));
+    ql_view_note(&v, "set: by you. (here): a default that differs from transformers' or PEFT's.");
+    ql_buf_free(&names);
+    json_t *data = ql_job_json(job), *bundle = ql_view_bundle(&v, data);
+    json_decref(data);
+    return bundle;
+}
+
+/* ---- data ---------------------------------------------------------------------------------------------- */
+
+/* Parts that are trained on stand on a tint; in text between ‹ ›. Spans count bytes of the text's UTF-8. */
+static void sample(ql_view *v, const json_t *s)
+{
+    const char *text = ql_jstr(s, "text", "");
+    size_t n = strlen(text), at = 0, i, shown = n < 2400 ? n : 2400;
+    const json_t *span;
+    ql_buf t = {0}, h = {0};
+    ql_buf_put(&h, "<pre style=\"white-space:pre-wrap;margin:4px 0;line-height:1.35\">");
+    json_array_foreach(json_object_get(s, "spans"), i, span)
+    {
+        size_t a = (size_t)json_integer_value(json_array_get(span, 0)), b = (size_t)json_integer_value(json_array_get(span, 1));
+        int trained = json_is_true(json_array_get(span, 2)) || json_integer_value(json_array_get(span, 2)) != 0;
+        if (a < at || b < a || a >= shown) continue;
+        if (b > shown) b = shown;
+        char *gap = strndup(text + at, a - at), *part = strndup(text + a, b - a);
+        ql_buf_put(&t, gap ? gap : "");
+        ql_buf_html(&h, gap ? gap : "");
+        ql_buf_put(&t, trained ? "‹" : "");
+        ql_buf_put(&t, part ? part : "");
+        ql_buf_put(&t, trained ? "›" : "");
+        if (trained) ql_buf_put(&h, "<span style=\"background-color:rgba(16,150,118,0.22)\">");
+        ql_buf_html(&h, part ? part : "");
+        if (trained) ql_buf_put(&h, "</span>");
+        free(gap);
+        free(part);
+        at = b;
+    }
+    if (at < shown) {
+        char *rest = strndup(text + at, shown - at);
+        ql_buf_put(&t, rest ? rest : "");
+        ql_buf_html(&h, rest ? rest : "");
+        free(rest);
+    }
+    ql_buf_printf(&h, "%s</pre>", shown < n ? " …" : "");
+    ql_buf_put(&t, shown < n ? " …\n" : "\n");
+    for (const char *p = ql_buf_str(&t); *p;) {
+        size_t line = strcspn(p, "\n");
+        size_t fit = ql_text_fit(p, 76);
+        if (fit < line) line = fit; /* long lines are cut into page-wide ones, blanks or not */
+        ql_buf_printf(&v->text, "  | %.*s\n", (int)line, p);
+        p += line + (p[line] == '\n');
+    }
+    ql_buf_put(&v->html, ql_buf_str(&h));
+    ql_buf_free(&t);
+    ql_buf_free(&h);
+}
+
+static void histogram(ql_view *v, const json_t *h)
+{
+    size_t n = json_array_size(h);
+    double *y = calloc(n + 1, sizeof *y);
+    ql_buf b = {0};
+    for (size_t i = 0; y && i < n; i++) {
+        const json_t *bin = json_array_get(h, i);
+        y[i] = json_is_number(bin) ? json_number_value(bin) : json_is_object(bin) ? ql_jnum(bin, "count", 0) : json_number_value(json_array_get(bin, json_array_size(bin) - 1));
+    }
+    if (y && n > 1) {
+        ql_sparkline(&b, y, (int)n, 48);
+        ql_view_note(v, "lengths, short to long: %s", ql_buf_str(&b));
+    }
+    free(y);
+    ql_buf_free(&b);
+}
+
+json_t *ql_view_data(const json_t *r)
+{
+    ql_view v = {0};
+    ql_buf b = {0};
+    const json_t *value;
+    const char *key;
+    size_t i;
+    double tokens = ql_jnum(r, "tokens", NONE), trained = ql_jnum(r, "trained_tokens", NONE);
+    ql_buf_printf(&b, "%s rows, %s tokens", ql_fmt_count(ql_jnum(r, "rows", NONE)).s, ql_fmt_count(tokens).s);
+    if (isfinite(trained) && tokens > 0) ql_buf_printf(&b, ", %s of them trained on (%.0f %%)", ql_fmt_count(trained).s, 100 * trained / tokens);
+    ql_view_title(&v, ql_jstr(r, "name", "data"), "%s", ql_buf_str(&b));
+    histogram(&v, json_object_get(r, "histogram"));
+    if (ql_jnum(r, "truncated", 0) > 0) ql_view_note(&v, "%s rows are cut at max_length", ql_fmt_count(ql_jnum(r, "truncated", 0)).s);
+    json_object_foreach(json_object_get(r, "skipped"), key, value)
+        if (json_is_number(value) && json_number_value(value) > 0)
+            ql_view_note(&v, "%s rows left out: %s", ql_fmt_count(json_number_value(value)).s, key);
+    json_array_foreach(json_object_get(r, "warnings"), i, value)
+        if (json_is_string(value)) ql_view_warn(&v, json_string_value(value));
+    json_array_foreach(json_object_get(r, "samples"), i, value) sample(&v, value);
+    if (json_array_size(json_object_get(r, "samples")) > 0) ql_view_note(&v, "Marked parts are trained on.");
+    ql_buf_free(&b);
+    return ql_view_bundle(&v, r);
+}
+
+/* ---- plan and memory: bytes by category ---------------------------------------------------------------- */
+
+enum { PARTS_MAX = 24 };
+
+static int by_bytes(const void *a, const void *b)
+{
+    double x = ((const ql_part *)a)->bytes, y = ((const ql_part *)b)->bytes;
+    return (x < y) - (x > y);
+}
+
+/* The categories of all devices, largest first, so that bars and legend agree. */
+static int categories(const json_t *devices, ql_part *parts)
+{
+    int n = 0;
+    size_t i;
+    const json_t *d, *v;
+    const char *key;
+    json_array_foreach((json_t *)devices, i, d) json_object_foreach(json_object_get(d, "bytes"), key, v)
+    {
+        int k = 0;
+        while (k < n && strcmp(parts[k].name, key) != 0) k++;
+        if (k == n && n == PARTS_MAX) continue;
+        if (k == n) parts[n++] = (ql_part){key, 0, ql_category_colour(key)};
+        if (json_number_value(v) > parts[k].bytes) parts[k].bytes = json_number_value(v);
+    }
+    qsort(parts, (size_t)n, sizeof *parts, by_bytes);
+    while (n > 0 && !(parts[n - 1].bytes > 0)) n--;
+    return n;
+}
+
+static void device_bars(ql_view *v, const json_t *devices, const char *whole, const char *total)
+{
+    ql_part parts[PARTS_MAX];
+    int n = categories(devices, parts);
+    ql_buf names = {0};
+    ql_table t;
+    size_t i;
+    const json_t *d;
+    ql_table_begin(&t, "device|bytes|total>", &names);
+    json_array_foreach((json_t *)devices, i, d)
+    {
+        ql_part mine[PARTS_MAX];
+        ql_buf text = {0}, html = {0};
+        double sum = 0;
+        for (int k = 0; k < n; k++) {
+            mine[k] = parts[k];
+            mine[k].bytes = ql_jnum(json_object_get(d, "bytes"), parts[k].name, 0);
+            sum += mine[k].bytes;
+        }
+        double cap = ql_jnum(d, whole, NONE), shown = ql_jnum(d, total, sum);
+        ql_bar(&text, &html, mine, n, cap);
+        ql_table_cell(&t, "%lld%s%.16s", (long long)ql_jint(d, "rank", (int64_t)i), *ql_jstr(d, "name", "") ? ": " : "", ql_jstr(d, "name", ""));
+        ql_table_cell2(&t, ql_buf_str(&text), ql_buf_str(&html));
+        if (isfinite(cap)) ql_table_cell(&t, "%s / %s", ql_fmt_bytes(shown).s, ql_fmt_bytes(cap).s);
+        else ql_table_cell(&t, "%s", ql_fmt_bytes(shown).s);
+        ql_buf_free(&text);
+        ql_buf_free(&html);
+    }
+    ql_table_end(v, &t);
+    ql_buf_free(&names);
+}
+
+/* A row per category, a column per device: the legend of the bars, and the numbers. */
+static void category_table(ql_view *v, const json_t *devices)
+{
+    static const char *const shades[] = {"█", "▓", "▒", "░"};
+    ql_part parts[PARTS_MAX];
+    int n = categories(devices, parts);
+    size_t shown = json_array_size(devices) < 6 ? json_array_size(devices) : 6;
+    ql_buf names = {0}, spec = {0};
+    ql_table t;
+    ql_buf_put(&spec, "|category");
+    for (size_t i = 0; i < shown; i++) ql_buf_printf(&spec, "|%zu>", i);
+    ql_table_begin(&t, ql_buf_str(&spec), &names);
+    for (int k = 0; k < n; k++) {
+        char box[120];
+        snprintf(box, sizeof box, "<span style=\"display:inline-block;width:12px;height:12px;background-color:%s\"></span>", parts[k].colour);
+        ql_table_cell2(&t, shades[k % 4], box);
+        ql_table_cell(&t, "%s", parts[k].name);
+        for (size_t i = 0; i < shown; i++)
+            ql_table_cell(&t, "%s", ql_fmt_bytes(ql_jnum(json_object_get(json_array_get(devices, i), "bytes"), parts[k].name, 0)).s);
+    }
+    if (n > 0) ql_table_end(v, &t);
+    ql_buf_free(&names);
+    ql_buf_free(&spec);
+}
+
+static void alternatives(ql_view *v, const json_t *list)
+{
+    ql_buf names = {0};
+    ql_table t;
+    size_t i;
+    const json_t *a;
+    ql_short s;
+    if (json_array_size(list) == 0) return;
+    ql_table_begin(&t, "instead|per device>|host>|step>|longest>|", &names);
+    json_array_foreach((json_t *)list, i, a)
+    {
+        int fits = json_is_true(json_object_get(a, "fits"));
+        double longest = ql_jnum(a, "longest", NONE), seconds = ql_jnum(a, "seconds", NONE);
+        ql_table_cell(&t, "%s", ql_jstr(a, "name", ""));
+        ql_table_cell(&t, "%s", bytes_or_dash(ql_jnum(a, "per_device", NONE), &s));
+        ql_table_cell(&t, "%s", bytes_or_dash(ql_jnum(a, "host", NONE), &s));
+        if (isfinite(seconds)) ql_table_cell(&t, "%s s", ql_fmt_num(seconds, 3).s);
+        else ql_table_cell(&t, "-");
+        ql_table_cell(&t, "%s", isfinite(longest) ? ql_fmt_count(longest).s : "-");
+        ql_table_cell(&t, "%s%s%s", fits ? "fits" : "does not fit", *ql_jstr(a, "why", "") ? ": " : "", ql_jstr(a, "why", ""));
+    }
+    ql_table_end(v, &t);
+    ql_buf_free(&names);
+}
+
+static void chosen_words(const json_t *chosen, ql_buf *b)
+{
+    const char *key;
+    const json_t *v;
+    if (*ql_jstr(chosen, "name", "")) {
+        ql_buf_put(b, ql_jstr(chosen, "name", ""));
+        return;
+    }
+    json_object_foreach((json_t *)chosen, key, v)
+    {
+        if (json_is_object(v) || json_is_array(v) || json_is_null(v)) continue;
+        ql_buf_printf(b, "%s%s ", b->len ? ", " : "", key);
+        setting_text(v, b);
+    }
+}
+
+json_t *ql_view_plan(const json_t *p, const char *on)
+{
+    ql_view v = {0};
+    ql_buf b = {0};
+    const json_t *devices = json_object_get(p, "devices"), *text;
+    size_t i;
+    int fits = json_is_true(json_object_get(p, "fits"));
+    chosen_words(json_object_get(p, "chosen"), &b);
+    ql_view_title(&v, fits ? "fits" : "does not fit", "%s%s%s", on ? on : "", on && b.len ? ", " : "", ql_buf_str(&b));
+    device_bars(&v, devices, "capacity", "total");
+    category_table(&v, devices);
+    if (ql_jnum(p, "host", 0) > 0) ql_view_note(&v, "host memory: %s", ql_fmt_bytes(ql_jnum(p, "host", 0)).s);
+    if (ql_jnum(p, "longest", 0) > 0) ql_view_note(&v, "longest sequence that fits: %s tokens", ql_fmt_count(ql_jnum(p, "longest", 0)).s);
+    json_array_foreach(json_object_get(p, "why"), i, text)
+        if (json_is_string(text)) ql_view_note(&v, "%s", json_string_value(text));
+    alternatives(&v, json_object_get(p, "alternatives"));
+    ql_buf_clear(&b);
+    json_array_foreach(json_object_get(p, "exact_worlds"), i, text)
+        ql_buf_printf(&b, "%s%lld", b.len ? ", " : "", (long long)json_integer_value(text));
+    if (b.len) ql_view_note(&v, "same bits on %s devices", ql_buf_str(&b));
+    ql_buf_free(&b);
+    return ql_view_bundle(&v, p);
+}
+
+json_t *ql_view_memory(const json_t *ev)
+{
+    ql_view v = {0};
+    const json_t *devices = json_object_get(ev, "devices"), *d;
+    ql_buf names = {0};
+    ql_table t;
+    size_t i;
+    ql_short s;
+    ql_view_title(&v, "device memory", "now");
+    device_bars(&v, devices, "total", "used");
+    category_table(&v, devices);
+    ql_table_begin(&t, "device|our arena>|peak>|this process>|in use>|total>", &names);
+    json_array_foreach((json_t *)devices, i, d)
+    {
+        static const char *const keys[] = {"arena", "peak", "process", "used", "total"};
+        ql_table_cell(&t, "%lld: %.20s", (long long)ql_jint(d, "rank", (int64_t)i), ql_jstr(d, "name", "device"));
+        for (size_t k = 0; k < 5; k++) ql_table_cell(&t, "%s", bytes_or_dash(ql_jnum(d, keys[k], NONE), &s));
+    }
+    if (json_array_size(devices) > 0) ql_table_end(&v, &t);
+    if (ql_jnum(ev, "host", 0) > 0) ql_view_note(&v, "host memory: %s", ql_fmt_bytes(ql_jnum(ev, "host", 0)).s);
+    ql_buf_free(&names);
+    return ql_view_bundle(&v, ev);
+}
+
+/* ---- eval, verify, bench, generate ----------------------------------------------------------------------- */
+
+json_t *ql_view_eval(const json_t *r)
+{
+    ql_view v = {0};
+    double loss = ql_jnum(r, "eval_loss", NONE);
+    char text[80];
+    snprintf(text, sizeof text, isfinite(loss) ? "eval_loss %.4f" : "eval_loss -", loss);
+    if (isfinite(ql_jnum(r, "eval_runtime", NONE)))
+        ql_view_title(&v, text, "perplexity %s, %s", ql_fmt_num(exp(loss), 4).s, ql_fmt_time(ql_jnum(r, "eval_runtime", 0)).s);
+    else ql_view_title(&v, text, "perplexity %s", ql_fmt_num(exp(loss), 4).s);
+    return ql_view_bundle(&v, r);
+}
+
+json_t *ql_view_verify(const json_t *r)
+{
+    ql_view v = {0};
+    ql_buf names = {0};
+    ql_table t;
+    size_t i, bad = 0;
+    const json_t *c, *checks = json_object_get(r, "checks");
+    json_array_foreach((json_t *)checks, i, c) bad += !json_is_true(json_object_get(c, "ok"));
+    ql_view_title(&v, bad ? "not verified" : "verified", "%zu of %zu checks hold", json_array_size(checks) - bad, json_array_size(checks));
+    ql_table_begin(&t, "|check|", &names);
+    json_array_foreach((json_t *)checks, i, c)
+    {
+        int ok = json_is_true(json_object_get(c, "ok"));
+        ql_table_cell2(&t, ok ? "✓" : "✗", ok ? "<span style=\"color:#109676\">&#10003;</span>" : "<span style=\"color:#c22a5b\">&#10007;</span>");
+        ql_table_cell(&t, "%s", ql_jstr(c, "name", ""));
+        ql_table_cell(&t, "%s", ql_jstr(c, "text", ""));
+    }
+    ql_table_end(&v, &t);
+    ql_buf_free(&names);
+    return ql_view_bundle(&v, r);
+}
+
+json_t *ql_view_bench(const json_t *r)
+{
+    ql_view v = {0};
+    ql_buf names = {0}, block = {0};
+    ql_table t;
+    size_t i;
+    const json_t *c;
+    ql_view_title(&v, "bench", "%s", ql_jstr(r, "device", ""));
+    ql_table_begin(&t, "what|measured>|of the ceiling>|", &names);
+    json_array_foreach(json_object_get(r, "rows"), i, c)
+    {
+        double part = ql_jnum(c, "of_peak", NONE);
+        ql_table_cell(&t, "%s", ql_jstr(c, "name", ""));
+        ql_table_cell(&t, "%s %s", ql_fmt_num(ql_jnum(c, "value", NONE), 4).s, ql_jstr(c, "unit", ""));
+        if (isfinite(part)) ql_table_cell(&t, "%.0f %%", part * 100);
+        else ql_table_cell(&t, "%s", "");
+        ql_table_cell(&t, "%s", ql_jstr(c, "text", ""));
+        ql_buf_printf(&block, "%s: %s %s\n", ql_jstr(c, "name", ""), ql_fmt_num(ql_jnum(c, "value", NONE), 4).s, ql_jstr(c, "unit", ""));
+    }
+    ql_table_end(&v, &t);
+    ql_view_note(&v, "To paste:");
+    ql_view_code(&v, ql_buf_str(&block));
+    ql_buf_free(&names);
+    ql_buf_free(&block);
+    return ql_view_bundle(&v, r);
+}
+
+static void generated(ql_view *v, const char *label, const char *prompt, const char *text)
+{
+    ql_buf b = {0};
+    if (*label) ql_view_note(v, "%s", label);
+    ql_buf_printf(&b, "%s%s", prompt, text);
+    ql_buf_put(&v->html, "<pre style=\"white-space:pre-wrap;margin:2px 0 8px 0;line-height:1.35\"><span style=\"opacity:0.65\">");
+    ql_buf_html(&v->html, prompt);
+    ql_buf_put(&v->html, "</span>");
+    ql_buf_html(&v->html, text);
+    ql_buf_put(&v->html, "</pre>");
+    ql_buf_put(&v->text, ql_buf_str(&b));
+    ql_buf_put(&v->text, "\n");
+    ql_buf_free(&b);
+}
+
+json_t *ql_view_generated(const json_t *prompts, const json_t *r)
+{
+    ql_view v = {0};
+    const json_t *texts = json_object_get(r, "texts"), *base = json_object_get(r, "base"), *p;
+    int both = json_array_size(base) > 0;
+    size_t i;
+    json_array_foreach((json_t *)prompts, i, p)
+    {
+        const char *prompt = json_string_value(p), *a = json_string_value(json_array_get(texts, i)), *b = json_string_value(json_array_get(base, i));
+        if (i > 0) ql_buf_put(&v.text, "\n");
+        if (a || !both) generated(&v, both ? "with the adapter" : "", prompt, a ? a : "");
+        if (b) generated(&v, "without it", prompt, b);
+    }
+    return ql_view_bundle(&v, r);
+}
