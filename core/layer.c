@@ -30,10 +30,27 @@ ql_tensor ql_scratch_base(const ql_shape *s, const ql_scratch *w, ql_linear l)
     return ql_cols(ql_rows(w->w[g], gs->row[m], next - gs->row[m]), 0, gs->k);
 }
 
+/* A list of conversions that go as few launches. */
+typedef struct {
+    ql_tensor out[QL_MAX_CONVERT], in[QL_MAX_CONVERT];
+    int n;
+} conversions;
+
+static ql_status convert_later(const ql_queue *q, conversions *c, ql_tensor out, ql_tensor in)
+{
+    if (c->n == QL_MAX_CONVERT) {
+        QL_TRY(ql_convert_all(q, c->out, c->in, c->n));
+        c->n = 0;
+    }
+    c->out[c->n] = out, c->in[c->n++] = in;
+    return QL_OK;
+}
+
 /* A (r, K) into rows N + col, B (N_m, r) into the member's rows at columns K + col. What they do not cover is zero since
  * the scratch was taken; only where ranks differ between layers is it cleared again. */
 ql_status ql_scratch_adapters(const ql_shape *s, const ql_queue *q, ql_scratch *w, int64_t layer, float *flat)
 {
+    conversions all = {.n = 0};
     for (int i = 0; i < QL_GROUPS; i++) {
         const ql_group_shape *g = &s->group[i];
         if (!g->r) continue;
@@ -46,11 +63,11 @@ ql_status ql_scratch_adapters(const ql_shape *s, const ql_queue *q, ql_scratch *
             if (!t) continue;
             ql_tensor a = ql_cols(ql_rows(w->w[i], g->n + g->col[m], t->r), 0, g->k);
             ql_tensor b = ql_cols(ql_rows(w->w[i], g->row[m], t->n), g->k + g->col[m], t->r);
-            QL_TRY(ql_convert(q, a, ql_mat(flat + t->a, QL_F32, t->r, t->k, t->k)));
-            QL_TRY(ql_convert(q, b, ql_mat(flat + t->b, QL_F32, t->n, t->r, t->r)));
+            QL_TRY(convert_later(q, &all, a, ql_mat(flat + t->a, QL_F32, t->r, t->k, t->k)));
+            QL_TRY(convert_later(q, &all, b, ql_mat(flat + t->b, QL_F32, t->n, t->r, t->r)));
         }
     }
-    return QL_OK;
+    return ql_convert_all(q, all.out, all.in, all.n);
 }
 
 /* ---- adapters --------------------------------------------------------------------------------- */

@@ -116,10 +116,27 @@ static ql_status same_or_apart(const char *op, arg a, arg b)
 
 ql_status ql_convert(const ql_queue *q, ql_tensor out, ql_tensor in)
 {
-    QL_TRY(want("convert", ARG(out), ANY, ANY, FLOAT));
-    QL_TRY(want("convert", ARG(in), out.rows, out.cols, FLOAT));
-    QL_TRY(apart("convert", ARG(out), ARG(in)));
-    return empty(out) ? QL_OK : q->ops->convert(q, out, in);
+    return ql_convert_all(q, &out, &in, 1);
+}
+
+ql_status ql_convert_all(const ql_queue *q, const ql_tensor *outs, const ql_tensor *ins, int n)
+{
+    ql_tensor to[QL_MAX_CONVERT], from[QL_MAX_CONVERT];
+    int work = 0;
+    if (n < 0 || n > QL_MAX_CONVERT)
+        QL_FAIL(QL_EINVAL, "convert: %d matrices, at most %d go in one call", n, QL_MAX_CONVERT);
+    for (int i = 0; i < n; i++) {
+        ql_tensor out = outs[i], in = ins[i];
+        QL_TRY(want("convert", ARG(out), ANY, ANY, FLOAT));
+        QL_TRY(want("convert", ARG(in), out.rows, out.cols, FLOAT));
+        if (!empty(out)) to[work] = out, from[work++] = in;
+    }
+    for (int i = 0; i < work; i++)
+        for (int j = 0; j < work; j++) {
+            QL_TRY(apart("convert", (arg){"out", to[i]}, (arg){"in", from[j]}));
+            if (j < i) QL_TRY(apart("convert", (arg){"out", to[i]}, (arg){"another out", to[j]}));
+        }
+    return work ? q->ops->convert(q, to, from, work) : QL_OK;
 }
 
 ql_status ql_fill(const ql_queue *q, ql_tensor out, float value)
@@ -206,7 +223,8 @@ static ql_status want_nf4(const ql_nf4 *w, int i)
 
 ql_status ql_nf4_dequant(const ql_queue *q, const ql_tensor *outs, const ql_nf4 *w, int n)
 {
-    if (n < 0 || n > 8) QL_FAIL(QL_EINVAL, "nf4_dequant: %d matrices, at most 8 go in one call", n);
+    if (n < 0 || n > QL_MAX_DEQUANT)
+        QL_FAIL(QL_EINVAL, "nf4_dequant: %d matrices, at most %d go in one call", n, QL_MAX_DEQUANT);
     int work = 0;
     for (int i = 0; i < n; i++) {
         ql_tensor out = outs[i];

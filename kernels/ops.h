@@ -124,12 +124,14 @@ typedef enum {
 /* A tensor with data == NULL is "none"; QL_NONE is one. */
 #define QL_NONE ((ql_tensor){0})
 
+enum { QL_MAX_CONVERT = 16, QL_MAX_DEQUANT = 8 }; /* matrices of one call */
+
 struct ql_ops {
     const char *name;
 
     /* ---- copies and conversions ---- */
-    /* out = in, same shape, float → float. */
-    ql_status (*convert)(const ql_queue *q, ql_tensor out, ql_tensor in);
+    /* out[i] = in[i], same shape, float → float, for n ≤ 16 pairs of any shapes and dtypes in one launch. */
+    ql_status (*convert)(const ql_queue *q, const ql_tensor *out, const ql_tensor *in, int n);
     /* out[i][j] = value, float. */
     ql_status (*fill)(const ql_queue *q, ql_tensor out, float value);
     /* out = a + b, F32, same shape; out may be a or b. The only float addition of a reduction. */
@@ -221,6 +223,7 @@ struct ql_ops {
 
 /* The checked wrappers (ops.c): same names, ql_ in front. */
 ql_status ql_convert(const ql_queue *q, ql_tensor out, ql_tensor in);
+ql_status ql_convert_all(const ql_queue *q, const ql_tensor *out, const ql_tensor *in, int n);
 ql_status ql_fill(const ql_queue *q, ql_tensor out, float value);
 ql_status ql_add(const ql_queue *q, ql_tensor out, ql_tensor a, ql_tensor b);
 ql_status ql_gather_rows(const ql_queue *q, ql_tensor out, ql_tensor in, ql_tensor index);

@@ -21,11 +21,13 @@ static void convert_row(void *dst, ql_dtype to, const void *src, ql_dtype from, 
     }
 }
 
-QL_CPU_OP(convert, ql_tensor out, ql_tensor in)
+QL_CPU_OP(convert, const ql_tensor *out, const ql_tensor *in, int n)
 {
     (void)q;
-    for (int64_t i = 0; i < out.rows; i++)
-        convert_row(ql_cpu_at(out, i, 0), out.dtype, ql_cpu_at(in, i, 0), in.dtype, out.cols);
+    for (int m = 0; m < n; m++)
+        for (int64_t i = 0; i < out[m].rows; i++)
+            convert_row(ql_cpu_at(out[m], i, 0), out[m].dtype, ql_cpu_at(in[m], i, 0), in[m].dtype,
+                        out[m].cols);
     return QL_OK;
 }
 

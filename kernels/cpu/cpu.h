@@ -100,7 +100,7 @@ float ql_cpu_max(const float *x, int64_t n);
 
 #define QL_CPU_OP(name, ...) ql_status ql_cpu_##name(const ql_queue *q, __VA_ARGS__)
 
-QL_CPU_OP(convert, ql_tensor out, ql_tensor in);
+QL_CPU_OP(convert, const ql_tensor *out, const ql_tensor *in, int n);
 QL_CPU_OP(fill, ql_tensor out, float value);
 QL_CPU_OP(add, ql_tensor out, ql_tensor a, ql_tensor b);
 QL_CPU_OP(gather_rows, ql_tensor out, ql_tensor in, ql_tensor index);

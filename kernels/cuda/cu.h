@@ -49,7 +49,7 @@ ql_status cu_matmul_version(char *text, size_t bytes); /* "cuBLAS 13.0.2"; says 
 ql_status cu_comm_version(char *text, size_t bytes);   /* "NCCL 2.28.3" */
 
 /* ---- ops, one declaration per table entry ---- */
-ql_status cu_convert(const ql_queue *q, ql_tensor out, ql_tensor in);
+ql_status cu_convert(const ql_queue *q, const ql_tensor *out, const ql_tensor *in, int n);
 ql_status cu_fill(const ql_queue *q, ql_tensor out, float value);
 ql_status cu_add(const ql_queue *q, ql_tensor out, ql_tensor a, ql_tensor b);
 ql_status cu_gather_rows(const ql_queue *q, ql_tensor out, ql_tensor in, ql_tensor index);

@@ -2,9 +2,47 @@
 #include "kernels/cuda/cu.h"
 
 enum { THREADS = 256 };
-enum { ALL_ROWS, GATHER, SCATTER };
+enum { GATHER, SCATTER };
 
-/* out = in by rows; GATHER: out[i] = in[index[i]], −1 gives zeros; SCATTER: out[index[i]] = in[i], −1 skips. */
+/* Several matrices in one grid: m has the blocks from first[m] on. */
+struct conversions {
+    cu_view out[QL_MAX_CONVERT], in[QL_MAX_CONVERT];
+    cu_chunks cut[QL_MAX_CONVERT];
+    unsigned first[QL_MAX_CONVERT];
+    int n;
+};
+
+static __global__ void __launch_bounds__(THREADS) convert_all(const __grid_constant__ conversions all)
+{
+    int m = 0;
+    while (m + 1 < all.n && blockIdx.x >= all.first[m + 1]) m++;
+    const cu_view out = all.out[m], in = all.in[m];
+    const cu_chunks cut = all.cut[m];
+    unsigned i = (blockIdx.x - all.first[m]) * THREADS + threadIdx.x;
+    if (i >= cut.total) return;
+    unsigned row = i / cut.per_row;
+    int col = (int)(i - row * cut.per_row) * 8, n = cut.cols - col;
+    float v[8];
+    cu_unpack(v, cu_load(in, row * in.ld + col, n), in.dtype);
+    cu_store(out, row * out.ld + col, v, n);
+}
+
+ql_status cu_convert(const ql_queue *q, const ql_tensor *out, const ql_tensor *in, int n)
+{
+    conversions all = {};
+    int64_t blocks = 0;
+    for (int i = 0; i < n; i++) {
+        all.out[i] = cu_see(out[i]), all.in[i] = cu_see(in[i]);
+        QL_TRY(cu_cut(out[i].rows, out[i].cols, &all.cut[i]));
+        all.first[i] = (unsigned)blocks;
+        blocks += cu_blocks(all.cut[i].total, THREADS);
+    }
+    if (blocks >= (int64_t)1 << 31) QL_FAIL(QL_EINVAL, "cuda: convert of %d matrices is too large for one call", n);
+    all.n = n;
+    return cu_launch(q, "convert", convert_all, (unsigned)blocks, THREADS, 0, all);
+}
+
+/* GATHER: out[i] = in[index[i]], −1 gives zeros; SCATTER: out[index[i]] = in[i], −1 skips. */
 template <int mode>
 static __global__ void __launch_bounds__(THREADS)
     copy_rows(cu_view out, cu_view in, const int *__restrict__ index, cu_chunks cut)
@@ -20,14 +58,6 @@ static __global__ void __launch_bounds__(THREADS)
     if (to < 0) return;
     if (from >= 0) cu_unpack(v, cu_load(in, from * in.ld + col, n), in.dtype);
     cu_store(out, to * out.ld + col, v, n);
-}
-
-ql_status cu_convert(const ql_queue *q, ql_tensor out, ql_tensor in)
-{
-    cu_chunks cut = {};
-    QL_TRY(cu_cut(out.rows, out.cols, &cut));
-    return cu_launch(q, "convert", copy_rows<ALL_ROWS>, cu_blocks(cut.total, THREADS), THREADS, 0, cu_see(out),
-                     cu_see(in), (const int *)NULL, cut);
 }
 
 ql_status cu_gather_rows(const ql_queue *q, ql_tensor out, ql_tensor in, ql_tensor index)

@@ -94,12 +94,11 @@ static __global__ void __launch_bounds__(WIDE)
     ctl->norm = norm;
     ctl->skipped = skipped;
     ctl->mul = __fdiv_rn(coef, scale);
-    if (skipped) {
+    ctl->lr = c.lr[ctl->steps < c.n_lr ? ctl->steps : c.n_lr - 1]; /* of a skipped step too: it is shown */
+    if (skipped)
         ctl->skips++;
-    } else {
-        if (c.n_lr > 0) ctl->lr = c.lr[ctl->steps < c.n_lr ? ctl->steps : c.n_lr - 1];
+    else
         ctl->steps++;
-    }
     if (!c.scaling) return;
     if (skipped) {
         ctl->loss_scale = scale * c.backoff_factor;

@@ -29,9 +29,12 @@ static ql_status count(int64_t work, const ql_tensor *t)
 #define COUNT(work, ...) return (void)q, count(work, (const ql_tensor[]){__VA_ARGS__, QL_NONE})
 #define OP(name, ...)    static ql_status null_##name(const ql_queue *q, __VA_ARGS__)
 
-OP(convert, ql_tensor out, ql_tensor in)
+OP(convert, const ql_tensor *out, const ql_tensor *in, int n)
 {
-    COUNT(0, out, in);
+    (void)q;
+    atomic_fetch_add(&ql_null_calls, 1);
+    for (int i = 0; i < n; i++) atomic_fetch_add(&ql_null_bytes, size_of(out[i]) + size_of(in[i]));
+    return QL_OK;
 }
 OP(fill, ql_tensor out, float value)
 {

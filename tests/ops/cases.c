@@ -24,6 +24,8 @@ const op_case op_cases[] = {
     PAIRS("convert", convert, 5, 37, 0, 0, 0),
     PAIRS("convert", convert, 3, 2050, 0, 3, 0),
     EACH("convert", convert, 1, 1, 0, 0, 0),
+    C("convert_all", convert_all, QL_F32, QL_F32, 3, 95, 0, 0, 0),
+    C("convert_all", convert_all, QL_F32, QL_F32, 1, 30, 0, 8, 0), /* some are empty */
     EACH("fill", fill, 7, 33, 0, 5, 0),
     C("add", add, QL_F32, QL_F32, 3, 1031, 0, 0, 0),
     C("add", add, QL_F32, QL_F32, 3, 1031, 0, 7, 1),

@@ -36,6 +36,11 @@ int test_errors(const ctx *c)
           "out (4, 8) has no memory");
     wants("convert.stride", ql_convert(q, o, ql_mat(x, QL_F32, 4, 8, 7)), "row stride of 7");
     wants("convert.align", ql_convert(q, o, ql_mat((char *)x + 2, QL_F32, 4, 8, 8)), "not aligned");
+    wants("convert.count", ql_convert_all(q, &o, &a, QL_MAX_CONVERT + 1), "at most 16 go in one call");
+    wants("convert.outs", ql_convert_all(q, (ql_tensor[]){o, o}, (ql_tensor[]){a, b}, 2),
+          "out overlaps another out");
+    wants("convert.chain", ql_convert_all(q, (ql_tensor[]){o, b}, (ql_tensor[]){a, o}, 2),
+          "out overlaps in");
     wants("add.shift", ql_add(q, o, ql_mat(z + 1, QL_F32, 4, 8, 8), b), "out overlaps a in part");
     wants("gather.index", ql_gather_rows(q, o, a, ql_vec(y, QL_I32, 5)),
           "index is (1, 5), needed is (1, 4)");

@@ -80,7 +80,7 @@ static unsigned char *element(const tens *t, unsigned char *block, int64_t i, in
 
 double *doubles(ctx *c, int64_t n)
 {
-    must(c->n < 32, "too many tensors in a case");
+    must(c->n < (int)(sizeof c->t / sizeof *c->t), "too many tensors in a case");
     tens *t = &c->t[c->n++];
     *t = (tens){.role = IN, .v = calloc((size_t)n + 1, sizeof(double))};
     must(t->v != NULL, "memory");

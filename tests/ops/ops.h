@@ -29,7 +29,7 @@ typedef struct ctx {
     uint64_t rng, hash;
     bool bench, ran;
     double ms, flops;
-    tens t[32];
+    tens t[64];
     int n;
     char why[1024]; /* the first failure; "" while all is well */
 } ctx;

@@ -27,6 +27,27 @@ void run_convert(ctx *c, const op_case *p)
     expect_exact(c, out, ref);
 }
 
+/* Sixteen matrices of one call: every pair of dtypes, m + i rows of n − 2·i columns. */
+void run_convert_all(ctx *c, const op_case *p)
+{
+    const ql_dtype kinds[] = {QL_F32, QL_F16, QL_BF16};
+    tens *out[QL_MAX_CONVERT], *in[QL_MAX_CONVERT];
+    ql_tensor to[QL_MAX_CONVERT], from[QL_MAX_CONVERT];
+    for (int i = 0; i < QL_MAX_CONVERT; i++) {
+        int64_t rows = p->m + i, cols = ql_max64(0, p->n - 2 * i);
+        out[i] = make(c, "out", OUT, kinds[i % 3], rows, cols, p->pad);
+        in[i] = make(c, "in", IN, kinds[i / 3 % 3], rows, cols, i % 2);
+        to[i] = out[i]->t, from[i] = in[i]->t;
+    }
+    RUN(c, ql_convert_all(&c->q, to, from, QL_MAX_CONVERT));
+    for (int i = 0; live(c) && i < QL_MAX_CONVERT; i++) {
+        int64_t n = out[i]->t.rows * out[i]->t.cols;
+        double *ref = doubles(c, n);
+        for (int64_t k = 0; k < n; k++) ref[k] = stored(in[i]->v[k], out[i]->t.dtype);
+        expect_exact(c, out[i], ref);
+    }
+}
+
 void run_fill(ctx *c, const op_case *p)
 {
     tens *out = make(c, "out", OUT, p->a, p->m, p->n, p->pad);

@@ -9,6 +9,7 @@ void dynamic_map(double *code, bool is_signed); /* formats 1.5: 256 values, asce
 
 #define R(name) void run_##name(ctx *c, const op_case *p)
 R(convert);
+R(convert_all);
 R(fill);
 R(add);
 R(gather);
