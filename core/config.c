@@ -1,5 +1,5 @@
-/* config.json → ql_config, in both spellings: rope_scaling, rope_theta, torch_dtype (transformers 4)
- * and rope_parameters, dtype (5). What is absent has the default of the family's config class. */
+/* config.json → ql_config, in both spellings: rope_scaling, rope_theta, torch_dtype (the older) and
+ * rope_parameters, dtype. What is absent has the default of the family's config class. */
 #include "core/model.h"
 
 #include "core/file.h"
@@ -17,9 +17,9 @@ static const int64_t HIDDEN_MAX = 1 << 20, LAYERS_MAX = 1024, HEADS_MAX = 4096, 
 
 typedef struct {
     const char *type, *class_name;
-    int64_t head_dim;      /* where config.json has none; 0: hidden / heads */
-    int64_t bos, eos;      /* -1: none */
-    int64_t window;        /* where config.json has no sliding_window key; Mistral only */
+    int64_t head_dim; /* where config.json has none; 0: hidden / heads */
+    int64_t bos, eos; /* -1: none */
+    int64_t window;   /* where config.json has no sliding_window key; Mistral only */
     int64_t max_positions;
 } family;
 
@@ -66,12 +66,13 @@ static ql_status read_arch(reader *r)
         if (strcmp(type, families[a].type) != 0) continue;
         if (first && (!json_is_string(first) ||
                       strcmp(json_string_value(first), families[a].class_name) != 0))
-            QL_FAIL(QL_ENOSUP, "%s: architecture %s is not supported; supported: " SUPPORTED, r->what,
-                    ql_json_show(first));
+            QL_FAIL(QL_ENOSUP, "%s: architecture %s is not supported; supported: " SUPPORTED,
+                    r->what, ql_json_show(first));
         r->c->arch = (ql_arch)a;
         return QL_OK;
     }
-    QL_FAIL(QL_ENOSUP, "%s: architecture %s (model_type '%.60s') is not supported; supported: " SUPPORTED,
+    QL_FAIL(QL_ENOSUP,
+            "%s: architecture %s (model_type '%.60s') is not supported; supported: " SUPPORTED,
             r->what, first ? ql_json_show(first) : "unnamed", type);
 }
 
@@ -89,14 +90,17 @@ static ql_status read_sizes(reader *r)
     if (json_is_null(json_object_get(o, "num_key_value_heads"))) c->kv_heads = c->heads;
     QL_TRY(ql_json_opt_int(o, what, "num_key_value_heads", 1, HEADS_MAX, &c->kv_heads));
     if (c->heads % c->kv_heads != 0)
-        QL_FAIL(QL_EINVAL, "%s: num_attention_heads %lld is not a multiple of num_key_value_heads %lld",
-                what, (long long)c->heads, (long long)c->kv_heads);
+        QL_FAIL(QL_EINVAL,
+                "%s: num_attention_heads %lld is not a multiple of num_key_value_heads %lld", what,
+                (long long)c->heads, (long long)c->kv_heads);
     c->head_dim = families[c->arch].head_dim;
     QL_TRY(ql_json_opt_int(o, what, "head_dim", 1, HEAD_DIM_MAX, &c->head_dim));
     if (c->head_dim == 0) {
         if (c->hidden % c->heads != 0)
-            QL_FAIL(QL_EINVAL, "%s: hidden_size %lld is not a multiple of num_attention_heads %lld, and "
-                    "there is no head_dim", what, (long long)c->hidden, (long long)c->heads);
+            QL_FAIL(QL_EINVAL,
+                    "%s: hidden_size %lld is not a multiple of num_attention_heads %lld, and "
+                    "there is no head_dim",
+                    what, (long long)c->hidden, (long long)c->heads);
         c->head_dim = c->hidden / c->heads;
     }
     if (c->head_dim % 2 != 0 || c->head_dim > HEAD_DIM_MAX)
@@ -116,13 +120,16 @@ static ql_status read_flags(reader *r)
     double dropout = 0.0, partial = 1.0;
     QL_TRY(ql_json_opt_str(r->o, r->what, "hidden_act", &act));
     if (strcmp(act, "silu") != 0 && strcmp(act, "swish") != 0)
-        QL_FAIL(QL_ENOSUP, "%s: hidden_act '%.60s' is not supported; supported: silu", r->what, act);
+        QL_FAIL(QL_ENOSUP, "%s: hidden_act '%.60s' is not supported; supported: silu", r->what,
+                act);
     QL_TRY(ql_json_opt_num(r->o, r->what, "attention_dropout", 0.0, 1.0, &dropout));
     if (dropout != 0.0)
-        QL_FAIL(QL_ENOSUP, "%s: attention_dropout %g is not supported; set it to 0", r->what, dropout);
+        QL_FAIL(QL_ENOSUP, "%s: attention_dropout %g is not supported; set it to 0", r->what,
+                dropout);
     QL_TRY(ql_json_opt_num(r->o, r->what, "partial_rotary_factor", 0.0, 1.0, &partial));
     if (partial != 1.0)
-        QL_FAIL(QL_ENOSUP, "%s: partial_rotary_factor %g is not supported; supported: 1", r->what, partial);
+        QL_FAIL(QL_ENOSUP, "%s: partial_rotary_factor %g is not supported; supported: 1", r->what,
+                partial);
     QL_TRY(ql_json_opt_bool(r->o, r->what, "tie_word_embeddings", &c->tied));
     if (c->arch == QL_LLAMA || c->arch == QL_QWEN3)
         QL_TRY(ql_json_opt_bool(r->o, r->what, "attention_bias", &attention_bias));
@@ -138,22 +145,28 @@ static ql_status read_layer_types(reader *r, const json_t *list)
 {
     ql_config *c = r->c;
     if (!json_is_array(list) || json_array_size(list) != (size_t)c->layers)
-        QL_FAIL(QL_EINVAL, "%s: layer_types must be a list of %lld names", r->what, (long long)c->layers);
+        QL_FAIL(QL_EINVAL, "%s: layer_types must be a list of %lld names", r->what,
+                (long long)c->layers);
     int64_t from = c->layers;
     for (int64_t i = 0; i < c->layers; i++) {
         const json_t *v = json_array_get(list, (size_t)i);
         const char *s = json_string_value(v);
         bool sliding = s && strcmp(s, "sliding_attention") == 0;
         if (!sliding && (!s || strcmp(s, "full_attention") != 0))
-            QL_FAIL(QL_ENOSUP, "%s: layer_types: %s is not supported; supported: full_attention, "
-                    "sliding_attention", r->what, ql_json_show(v));
+            QL_FAIL(QL_ENOSUP,
+                    "%s: layer_types: %s is not supported; supported: full_attention, "
+                    "sliding_attention",
+                    r->what, ql_json_show(v));
         if (sliding && from == c->layers) from = i;
         if (!sliding && from < i)
-            QL_FAIL(QL_ENOSUP, "%s: layer_types: full_attention in layer %lld after sliding_attention in "
-                    "layer %lld is not supported", r->what, (long long)i, (long long)from);
+            QL_FAIL(QL_ENOSUP,
+                    "%s: layer_types: full_attention in layer %lld after sliding_attention in "
+                    "layer %lld is not supported",
+                    r->what, (long long)i, (long long)from);
     }
     if (from < c->layers && c->window == 0)
-        QL_FAIL(QL_EINVAL, "%s: layer_types has sliding_attention, but there is no sliding_window in use",
+        QL_FAIL(QL_EINVAL,
+                "%s: layer_types has sliding_attention, but there is no sliding_window in use",
                 r->what);
     c->window_from = from;
     return QL_OK;
@@ -200,14 +213,17 @@ static ql_status read_yarn(const json_t *d, const char *what, ql_rope_config *p)
     QL_TRY(ql_json_opt_bool(d, what, "truncate", &p->truncate));
     if (mscale != 0.0 && all_dim != 0.0)
         p->attention_scaling = yarn_scale(p->factor, mscale) / yarn_scale(p->factor, all_dim);
-    else p->attention_scaling = yarn_scale(p->factor, 1.0);
+    else
+        p->attention_scaling = yarn_scale(p->factor, 1.0);
     return ql_json_opt_num(d, what, "attention_factor", 0.0, 1e6, &p->attention_scaling);
 }
 
 static ql_status read_rope_type(const json_t *d, const char *what, ql_rope_type *out)
 {
-    static const char *const names[] = {[QL_ROPE_DEFAULT] = "default", [QL_ROPE_LINEAR] = "linear",
-                                        [QL_ROPE_LLAMA3] = "llama3", [QL_ROPE_YARN] = "yarn"};
+    static const char *const names[] = {[QL_ROPE_DEFAULT] = "default",
+                                        [QL_ROPE_LINEAR] = "linear",
+                                        [QL_ROPE_LLAMA3] = "llama3",
+                                        [QL_ROPE_YARN] = "yarn"};
     const char *type = "default";
     QL_TRY(ql_json_opt_str(d, what, "type", &type));
     QL_TRY(ql_json_opt_str(d, what, "rope_type", &type));
@@ -217,7 +233,8 @@ static ql_status read_rope_type(const json_t *d, const char *what, ql_rope_type 
             return QL_OK;
         }
     }
-    QL_FAIL(QL_ENOSUP, "%s: rope type '%.60s' is not supported; supported: default, linear, llama3, yarn",
+    QL_FAIL(QL_ENOSUP,
+            "%s: rope type '%.60s' is not supported; supported: default, linear, llama3, yarn",
             what, type);
 }
 
@@ -234,13 +251,15 @@ static ql_status read_rope_scaling(reader *r, const json_t *d, const char *what)
     QL_TRY(ql_json_opt_num(d, what, "rope_theta", 2.0, 1e15, &p->theta));
     QL_TRY(ql_json_opt_num(d, what, "partial_rotary_factor", 0.0, 1.0, &partial));
     if (partial != 1.0)
-        QL_FAIL(QL_ENOSUP, "%s: partial_rotary_factor %g is not supported; supported: 1", what, partial);
+        QL_FAIL(QL_ENOSUP, "%s: partial_rotary_factor %g is not supported; supported: 1", what,
+                partial);
     if (p->type == QL_ROPE_DEFAULT) return QL_OK;
     QL_TRY(ql_json_num(d, what, "factor", 1.0, 1e6, &p->factor));
     if (p->type == QL_ROPE_LINEAR) return QL_OK;
     p->original = r->c->max_positions;
     QL_TRY(ql_json_opt_int(d, what, "original_max_position_embeddings", 1, POS_MAX, &p->original));
-    QL_TRY(ql_json_opt_int(r->o, r->what, "original_max_position_embeddings", 1, POS_MAX, &p->original));
+    QL_TRY(ql_json_opt_int(r->o, r->what, "original_max_position_embeddings", 1, POS_MAX,
+                           &p->original));
     if (p->type == QL_ROPE_YARN) return read_yarn(d, what, p);
     QL_TRY(ql_json_num(d, what, "low_freq_factor", 1e-6, 1e6, &p->low_freq));
     QL_TRY(ql_json_num(d, what, "high_freq_factor", 1e-6, 1e6, &p->high_freq));
@@ -254,7 +273,8 @@ static ql_status read_rope(reader *r)
 {
     ql_rope_config *p = &r->c->rope;
     char what[128];
-    *p = (ql_rope_config){.type = QL_ROPE_DEFAULT, .theta = 10000.0, .factor = 1.0, .attention_scaling = 1.0};
+    *p = (ql_rope_config){
+        .type = QL_ROPE_DEFAULT, .theta = 10000.0, .factor = 1.0, .attention_scaling = 1.0};
     QL_TRY(ql_json_opt_num(r->o, r->what, "rope_theta", 2.0, 1e15, &p->theta));
     static const char *const keys[] = {"rope_scaling", "rope_parameters"};
     for (int i = 0; i < 2; i++) {
@@ -346,20 +366,24 @@ static ql_status read_quant(reader *r)
         QL_FAIL(QL_EINVAL, "%s must be an object, found %s", what, ql_json_show(d));
     QL_TRY(ql_json_opt_str(d, what, "quant_method", &method));
     if (strcmp(method, "bitsandbytes") != 0)
-        QL_FAIL(QL_ENOSUP, "%s: quant_method '%.60s' is not supported; supported: bitsandbytes (4 bits), "
-                "or weights in 16 or 32 bits", what, method);
+        QL_FAIL(QL_ENOSUP,
+                "%s: quant_method '%.60s' is not supported; supported: bitsandbytes (4 bits), "
+                "or weights in 16 or 32 bits",
+                what, method);
     QL_TRY(ql_json_opt_bool(d, what, "_load_in_4bit", &four));
     QL_TRY(ql_json_opt_bool(d, what, "load_in_4bit", &four));
     QL_TRY(ql_json_opt_bool(d, what, "_load_in_8bit", &eight));
     QL_TRY(ql_json_opt_bool(d, what, "load_in_8bit", &eight));
     if (eight)
-        QL_FAIL(QL_ENOSUP, "%s: an 8-bit base (load_in_8bit) is not supported; supported: "
-                "load_in_4bit, or weights in 16 or 32 bits", what);
+        QL_FAIL(QL_ENOSUP,
+                "%s: an 8-bit base (load_in_8bit) is not supported; supported: "
+                "load_in_4bit, or weights in 16 or 32 bits",
+                what);
     if (!four) return QL_OK;
     QL_TRY(ql_json_opt_str(d, what, "bnb_4bit_quant_type", &type));
     if (strcmp(type, "nf4") != 0 && strcmp(type, "fp4") != 0)
-        QL_FAIL(QL_ENOSUP, "%s: bnb_4bit_quant_type '%.60s' is not supported; supported: nf4, fp4", what,
-                type);
+        QL_FAIL(QL_ENOSUP, "%s: bnb_4bit_quant_type '%.60s' is not supported; supported: nf4, fp4",
+                what, type);
     q->present = true;
     q->fp4 = strcmp(type, "fp4") == 0;
     QL_TRY(ql_json_opt_bool(d, what, "bnb_4bit_use_double_quant", &q->nested));
@@ -369,16 +393,18 @@ static ql_status read_quant(reader *r)
 
 ql_status ql_config_parse(const char *text, size_t n, const char *what, ql_config *out)
 {
-    static ql_status (*const steps[])(reader *) = {read_arch,  read_sizes, read_flags, read_window,
-                                                   read_rope,  read_ids,   read_dtype, read_quant};
+    static ql_status (*const steps[])(reader *) = {read_arch, read_sizes, read_flags, read_window,
+                                                   read_rope, read_ids,   read_dtype, read_quant};
     json_t *o = NULL;
     ql_config c = {0};
     ql_status st = ql_json_parse(text, n, what, &o);
     reader r = {o, what, &c};
     for (size_t i = 0; st == QL_OK && i < sizeof steps / sizeof *steps; i++) st = steps[i](&r);
     json_decref(o);
-    if (st == QL_OK) *out = c;
-    else ql_config_free(&c);
+    if (st == QL_OK)
+        *out = c;
+    else
+        ql_config_free(&c);
     return st;
 }
 
@@ -392,7 +418,8 @@ ql_status ql_config_load(const char *path, ql_config *out)
             char adapter[QL_PATH_MAX];
             QL_TRY(ql_path_join(adapter, path, "adapter_config.json"));
             if (ql_path_is_file(adapter))
-                QL_FAIL(QL_EINVAL, "%s is a PEFT adapter, not a model: load its base model first", path);
+                QL_FAIL(QL_EINVAL, "%s is a PEFT adapter, not a model: load its base model first",
+                        path);
             QL_FAIL(QL_EINVAL, "%s has no config.json: not a model folder", path);
         }
         path = file;
@@ -418,7 +445,8 @@ int64_t ql_config_window(const ql_config *c, int64_t layer)
     return layer >= c->window_from ? c->window : 0;
 }
 
-/* low and high of YaRN's ramp: the dimension that turns `turns` times within the original length. */
+/* low and high of YaRN's ramp: the dimension that turns `turns` times within the original length.
+ */
 static double yarn_dim(const ql_config *c, double turns)
 {
     const double two_pi = 6.283185307179586;
@@ -460,7 +488,8 @@ void ql_rope_inv_freq(const ql_config *c, float *out)
     const ql_rope_config *p = &c->rope;
     float turn[512]; /* theta^(2i/D); head_dim is at most 1024 */
     for (int64_t i = 0; i < c->head_dim / 2; i++)
-        turn[i] = (float)pow((double)(float)p->theta, (double)((float)(2 * i) / (float)c->head_dim));
+        turn[i] =
+            (float)pow((double)(float)p->theta, (double)((float)(2 * i) / (float)c->head_dim));
     if (p->type == QL_ROPE_YARN) {
         yarn_inv_freq(c, turn, out);
         return;
@@ -502,8 +531,9 @@ void ql_linear_shape(const ql_config *c, ql_linear w, int64_t *rows, int64_t *co
 {
     int64_t q = c->heads * c->head_dim, kv = c->kv_heads * c->head_dim;
     const int64_t shape[QL_LINEARS][2] = {
-        [QL_Q] = {q, c->hidden},      [QL_K] = {kv, c->hidden},      [QL_V] = {kv, c->hidden},
-        [QL_O] = {c->hidden, q},      [QL_GATE] = {c->ffn, c->hidden}, [QL_UP] = {c->ffn, c->hidden},
+        [QL_Q] = {q, c->hidden},         [QL_K] = {kv, c->hidden},
+        [QL_V] = {kv, c->hidden},        [QL_O] = {c->hidden, q},
+        [QL_GATE] = {c->ffn, c->hidden}, [QL_UP] = {c->ffn, c->hidden},
         [QL_DOWN] = {c->hidden, c->ffn}};
     *rows = shape[w][0], *cols = shape[w][1];
 }

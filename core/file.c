@@ -38,6 +38,7 @@ bool ql_path_is_file(const char *path)
 ql_status ql_path_mkdirs(const char *path)
 {
     char p[QL_PATH_MAX];
+    if (!path[0]) QL_FAIL(QL_EINVAL, "a folder with an empty name");
     QL_TRY(ql_path_join(p, path, ""));
     for (char *c = p + 1; *c; c++) {
         if (*c != '/') continue;

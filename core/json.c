@@ -17,8 +17,10 @@ static bool too_deep(const char *s, size_t n)
     for (size_t i = 0; i < n; i++) {
         char c = s[i];
         if (in_string) {
-            if (c == '\\') i++;
-            else if (c == '"') in_string = false;
+            if (c == '\\')
+                i++;
+            else if (c == '"')
+                in_string = false;
         } else if (c == '"') {
             in_string = true;
         } else if (c == '[' || c == '{') {
@@ -36,7 +38,9 @@ ql_status ql_json_parse(const char *text, size_t n, const char *what, json_t **o
     if (too_deep(text, n))
         QL_FAIL(QL_EINVAL, "%s: JSON nested deeper than %d levels", what, DEPTH_MAX);
     json_t *v = json_loadb(text, n, JSON_REJECT_DUPLICATES, &e);
-    if (!v) QL_FAIL(QL_EINVAL, "%s: bad JSON at line %d, column %d: %s", what, e.line, e.column, e.text);
+    if (!v)
+        QL_FAIL(QL_EINVAL, "%s: bad JSON at line %d, column %d: %s", what, e.line, e.column,
+                e.text);
     if (!json_is_object(v)) {
         json_decref(v);
         QL_FAIL(QL_EINVAL, "%s: must be a JSON object", what);
@@ -96,8 +100,10 @@ ql_status ql_json_int(const json_t *o, const char *what, const char *key, int64_
     /* Python writes some whole numbers as 1.0. */
     if (json_is_real(v)) {
         double d = json_real_value(v);
-        if (d == floor(d) && fabs(d) < 0x1p53) x = (int64_t)d;
-        else v = json_false();
+        if (d == floor(d) && fabs(d) < 0x1p53)
+            x = (int64_t)d;
+        else
+            v = json_false();
     }
     if (!json_is_number(v) || x < lo || x > hi)
         QL_FAIL(QL_EINVAL, "%s: '%s' must be an integer from %lld to %lld, found %s", what, key,

@@ -1,4 +1,5 @@
-/* Which linears get an adapter, where its tensors lie in the flat buffer, and their first values. */
+/* Which linears get an adapter, where its tensors lie in the flat buffer, and their first values.
+ */
 #include "core/lora.h"
 
 #include "core/lora_match.h"
@@ -12,7 +13,8 @@ enum { PATH_ROOM = 96 };
 
 static void module_path(char out[PATH_ROOM], int64_t layer, const char *module)
 {
-    snprintf(out, PATH_ROOM, "model.layers.%lld%s%s", (long long)layer, module[0] ? "." : "", module);
+    snprintf(out, PATH_ROOM, "model.layers.%lld%s%s", (long long)layer, module[0] ? "." : "",
+             module);
 }
 
 /* Modules that are no linears of a block: PEFT would adapt the head and the embedding in ways that
@@ -22,15 +24,18 @@ static ql_status refuse_path(ql_matcher *m, const char *path)
     bool hit = false;
     QL_TRY(ql_matcher_selects(m, path, &hit));
     if (!hit) return QL_OK;
-    QL_FAIL(QL_ENOSUP, "target_modules matches '%s', which cannot have an adapter here; supported: q_proj, "
-            "k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj", path);
+    QL_FAIL(QL_ENOSUP,
+            "target_modules matches '%s', which cannot have an adapter here; supported: q_proj, "
+            "k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+            path);
 }
 
 static ql_status refuse_others(ql_matcher *m, const ql_config *cfg)
 {
-    static const char *const top[] = {"lm_head", "model.embed_tokens", "model.norm", "model.layers", "model"};
-    static const char *const inner[] = {"", "self_attn", "mlp", "mlp.act_fn", "input_layernorm",
-                                        "post_attention_layernorm"};
+    static const char *const top[] = {"lm_head", "model.embed_tokens", "model.norm", "model.layers",
+                                      "model"};
+    static const char *const inner[] = {
+        "", "self_attn", "mlp", "mlp.act_fn", "input_layernorm", "post_attention_layernorm"};
     char path[PATH_ROOM];
     for (size_t i = 0; i < sizeof top / sizeof *top; i++) QL_TRY(refuse_path(m, top[i]));
     for (int64_t l = 0; l < cfg->layers; l++) {
@@ -97,12 +102,17 @@ static ql_status build(ql_lora *l, const ql_config *cfg, ql_matcher *m)
     QL_TRY(choose(l, cfg, m));
     const char *unused = ql_matcher_unused(m);
     if (unused && !c->saved)
-        QL_FAIL(QL_EINVAL, "target_modules: '%.100s' matches no module; there are q_proj, k_proj, v_proj, "
-                "o_proj, gate_proj, up_proj, down_proj", unused);
+        QL_FAIL(QL_EINVAL,
+                "target_modules: '%.100s' matches no module; there are q_proj, k_proj, v_proj, "
+                "o_proj, gate_proj, up_proj, down_proj",
+                unused);
     if (l->count == 0)
-        QL_FAIL(QL_EINVAL, "target_modules, layers_to_transform and exclude_modules together choose no "
-                "module; there are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj in %lld "
-                "layers", (long long)cfg->layers);
+        QL_FAIL(QL_EINVAL,
+                "target_modules, layers_to_transform and exclude_modules together choose no "
+                "module; there are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj "
+                "in %lld "
+                "layers",
+                (long long)cfg->layers);
     return QL_OK;
 }
 
@@ -169,8 +179,7 @@ static double uniform(uint64_t key, uint64_t i)
 /* U(-bound, bound): kaiming_uniform with a = √5 has bound 1/√fan_in. */
 static void fill_uniform(float *x, int64_t n, uint64_t key, double bound)
 {
-    for (int64_t i = 0; i < n; i++)
-        x[i] = (float)((2.0 * uniform(key, (uint64_t)i) - 1.0) * bound);
+    for (int64_t i = 0; i < n; i++) x[i] = (float)((2.0 * uniform(key, (uint64_t)i) - 1.0) * bound);
 }
 
 static void fill_normal(float *x, int64_t n, uint64_t key, double std)
@@ -192,7 +201,8 @@ void ql_lora_init(const ql_lora *l, uint64_t seed, float *flat)
         uint64_t ka = mix(mix(seed) ^ place), kb = mix(mix(seed) ^ (place + 1));
         if (l->cfg.init == QL_INIT_GAUSSIAN)
             fill_normal(flat + t->a, t->r * t->k, ka, 1.0 / (double)t->r);
-        else fill_uniform(flat + t->a, t->r * t->k, ka, 1.0 / sqrt((double)t->k));
+        else
+            fill_uniform(flat + t->a, t->r * t->k, ka, 1.0 / sqrt((double)t->k));
         if (l->cfg.init == QL_INIT_RANDOM)
             fill_uniform(flat + t->b, t->n * t->r, kb, 1.0 / sqrt((double)t->r));
     }

@@ -17,7 +17,7 @@ typedef enum { QL_INIT_KAIMING, QL_INIT_GAUSSIAN, QL_INIT_RANDOM } ql_lora_init_
 typedef struct {
     char **names; /* list form; NULL: none */
     int count;
-    char *regex;  /* string form, matched against the whole module path */
+    char *regex; /* string form, matched against the whole module path */
     bool all_linear;
 } ql_module_set;
 
@@ -40,7 +40,8 @@ typedef struct {
     ql_pattern *ranks, *alphas; /* rank_pattern, alpha_pattern, in the order given */
     int rank_count, alpha_count;
     char *base; /* base_model_name_or_path; may be NULL */
-    bool saved; /* read from an adapter's folder: names that match nothing are let pass, as PEFT does */
+    bool saved; /* read from an adapter's folder: names that match nothing are let pass, as PEFT
+                   does */
 } ql_lora_config;
 
 /* From an object with PEFT's keys: adapter_config.json, or the settings of a job. Absent keys have
@@ -67,10 +68,10 @@ typedef struct {
     ql_lora_config cfg;
     ql_lora_target *target; /* by layer, then linear */
     int64_t count;
-    int32_t *index;         /* (layers, QL_LINEARS): target's number or -1 */
+    int32_t *index; /* (layers, QL_LINEARS): target's number or -1 */
     int64_t layers;
-    int64_t elements;       /* of the flat buffer, padding included; a multiple of QL_LORA_PAD */
-    int64_t params;         /* without padding: trainable parameters */
+    int64_t elements; /* of the flat buffer, padding included; a multiple of QL_LORA_PAD */
+    int64_t params;   /* without padding: trainable parameters */
 } ql_lora;
 
 /* Takes over *c (zeroed), on failure too. Fails when nothing is targeted, naming what there is. */
@@ -86,8 +87,8 @@ void ql_lora_init(const ql_lora *l, uint64_t seed, float *flat);
 void ql_lora_summary(const ql_lora *l, const ql_config *m, char *out, size_t size);
 
 /* adapter_config.json, adapter_model.safetensors (dtype F32, F16 or BF16) and README.md. */
-ql_status ql_lora_save(const ql_lora *l, const float *flat, ql_dtype dtype, const char *folder)
-    QL_MUST_USE;
+ql_status ql_lora_save(const ql_lora *l, const float *flat, ql_dtype dtype,
+                       const char *folder) QL_MUST_USE;
 /* The adapter of a PEFT folder for this model: its table, then its values into flat
  * (l->elements). Missing, extra and misspelt keys are errors that name them. */
 ql_status ql_lora_open(const char *folder, const ql_config *m, ql_lora **out) QL_MUST_USE;

@@ -42,7 +42,8 @@ static bool ends(const char *s, const char *with)
 /* What changes the adapter's maths and is not done here, by name. */
 static ql_status refuse_others(reader *r)
 {
-    static const char *const extra[] = {"modules_to_save", "lora_bias", "fan_in_fan_out", "layer_replication",
+    static const char *const extra[] = {"modules_to_save",         "lora_bias",
+                                        "fan_in_fan_out",          "layer_replication",
                                         "trainable_token_indices", "target_parameters",
                                         "alora_invocation_tokens", "ensure_weight_tying"};
     const char *key, *s = "LORA";
@@ -53,19 +54,23 @@ static ql_status refuse_others(reader *r)
     s = "CAUSAL_LM";
     QL_TRY(ql_json_opt_str(r->o, r->what, "task_type", &s));
     if (strcmp(s, "CAUSAL_LM") != 0)
-        QL_FAIL(QL_ENOSUP, "%s: task_type '%.60s' is not supported; supported: CAUSAL_LM", r->what, s);
+        QL_FAIL(QL_ENOSUP, "%s: task_type '%.60s' is not supported; supported: CAUSAL_LM", r->what,
+                s);
     s = "none";
     QL_TRY(ql_json_opt_str(r->o, r->what, "bias", &s));
     if (strcmp(s, "none") != 0)
         QL_FAIL(QL_ENOSUP, "%s: bias '%.60s' is not supported; supported: none", r->what, s);
     json_object_foreach((json_t *)r->o, key, v)
     {
-        if (empty(v) || strcmp(key, "use_rslora") == 0 || strcmp(key, "runtime_config") == 0) continue;
+        if (empty(v) || strcmp(key, "use_rslora") == 0 || strcmp(key, "runtime_config") == 0)
+            continue;
         bool bad = starts(key, "use_") || ends(key, "_config");
         for (size_t i = 0; i < sizeof extra / sizeof *extra; i++) bad |= strcmp(key, extra[i]) == 0;
         if (bad)
-            QL_FAIL(QL_ENOSUP, "%s: '%.60s' (%s) is not supported; supported: plain LoRA on linears, with "
-                    "use_rslora, rank_pattern and alpha_pattern", r->what, key, ql_json_show(v));
+            QL_FAIL(QL_ENOSUP,
+                    "%s: '%.60s' (%s) is not supported; supported: plain LoRA on linears, with "
+                    "use_rslora, rank_pattern and alpha_pattern",
+                    r->what, key, ql_json_show(v));
     }
     return QL_OK;
 }
@@ -111,10 +116,13 @@ static ql_status read_init(reader *r)
     const char *s = json_string_value(v);
     r->c->init = QL_INIT_KAIMING;
     if (!v || json_is_null(v) || json_is_true(v)) return QL_OK;
-    if (json_is_false(v)) r->c->init = QL_INIT_RANDOM;
-    else if (s && strcasecmp(s, "gaussian") == 0) r->c->init = QL_INIT_GAUSSIAN;
+    if (json_is_false(v))
+        r->c->init = QL_INIT_RANDOM;
+    else if (s && strcasecmp(s, "gaussian") == 0)
+        r->c->init = QL_INIT_GAUSSIAN;
     else
-        QL_FAIL(QL_ENOSUP, "%s: init_lora_weights %s is not supported; supported: true, false, \"gaussian\"",
+        QL_FAIL(QL_ENOSUP,
+                "%s: init_lora_weights %s is not supported; supported: true, false, \"gaussian\"",
                 r->what, ql_json_show(v));
     return QL_OK;
 }
@@ -129,7 +137,8 @@ static ql_status read_layers(reader *r)
         QL_FAIL(QL_EINVAL, "%s: layers_pattern needs layers_to_transform", r->what);
     if (!v || json_is_null(v) || n == 0) return QL_OK;
     if (c->target.regex || c->target.all_linear)
-        QL_FAIL(QL_EINVAL, "%s: layers_to_transform needs target_modules as a list of names", r->what);
+        QL_FAIL(QL_EINVAL, "%s: layers_to_transform needs target_modules as a list of names",
+                r->what);
     if (n > LIST_MAX) QL_FAIL(QL_EINVAL, "%s: layers_to_transform has %zu entries", r->what, n);
     c->layers = calloc(n, sizeof *c->layers);
     if (!c->layers) QL_FAIL(QL_ENOMEM, "no memory for layers_to_transform");
@@ -142,13 +151,15 @@ static ql_status read_layers(reader *r)
     }
     if (empty(p)) return QL_OK;
     if (json_is_array(p))
-        return read_names(p, r->what, "layers_pattern", &c->layer_patterns, &c->layer_pattern_count);
+        return read_names(p, r->what, "layers_pattern", &c->layer_patterns,
+                          &c->layer_pattern_count);
     if (!json_is_string(p))
         QL_FAIL(QL_EINVAL, "%s: layers_pattern must be a string or a list, found %s", r->what,
                 ql_json_show(p));
     c->layer_patterns = calloc(1, sizeof *c->layer_patterns);
     if (c->layer_patterns) c->layer_patterns[0] = copy(p);
-    if (!c->layer_patterns || !c->layer_patterns[0]) QL_FAIL(QL_ENOMEM, "no memory for layers_pattern");
+    if (!c->layer_patterns || !c->layer_patterns[0])
+        QL_FAIL(QL_ENOMEM, "no memory for layers_pattern");
     c->layer_pattern_count = 1;
     return QL_OK;
 }
@@ -168,12 +179,12 @@ static ql_status read_patterns(reader *r, pattern_kind kind, ql_pattern **out, i
     {
         ql_pattern *p = &(*out)[*count];
         double x = json_number_value(v);
-        bool fine = kind == PATTERN_RANK
-                        ? json_is_integer(v) && x >= 1 && x <= (double)RANK_MAX
-                        : json_is_number(v) && x >= 1e-6 && x <= 1e6;
+        bool fine = kind == PATTERN_RANK ? json_is_integer(v) && x >= 1 && x <= (double)RANK_MAX
+                                         : json_is_number(v) && x >= 1e-6 && x <= 1e6;
         if (!fine)
             QL_FAIL(QL_EINVAL, "%s: '%s': '%.60s' must be %s, found %s", r->what, name, key,
-                    kind == PATTERN_RANK ? "an integer from 1 to 65536" : "a number from 1e-06 to 1e+06",
+                    kind == PATTERN_RANK ? "an integer from 1 to 65536"
+                                         : "a number from 1e-06 to 1e+06",
                     ql_json_show(v));
         p->key = strdup(key);
         p->value = x;
@@ -190,7 +201,8 @@ static ql_status default_targets(ql_lora_config *c)
     if (!c->target.names) QL_FAIL(QL_ENOMEM, "no memory for target_modules");
     c->target.names[c->target.count++] = strdup("q_proj");
     c->target.names[c->target.count++] = strdup("v_proj");
-    if (!c->target.names[0] || !c->target.names[1]) QL_FAIL(QL_ENOMEM, "no memory for target_modules");
+    if (!c->target.names[0] || !c->target.names[1])
+        QL_FAIL(QL_ENOMEM, "no memory for target_modules");
     return QL_OK;
 }
 
@@ -221,8 +233,10 @@ ql_status ql_lora_config_parse(const json_t *o, const char *what, ql_lora_config
     ql_lora_config c = {0};
     reader r = {o, what, &c};
     ql_status st = read_all(&r);
-    if (st == QL_OK) *out = c;
-    else ql_lora_config_free(&c);
+    if (st == QL_OK)
+        *out = c;
+    else
+        ql_lora_config_free(&c);
     return st;
 }
 
@@ -285,8 +299,9 @@ static json_t *patterns_json(const ql_pattern *p, int n)
 
 json_t *ql_lora_config_json(const ql_lora_config *c)
 {
-    static const char *const nulls[] = {"revision",        "auto_mapping",      "layer_replication",
-                                        "modules_to_save", "megatron_config", "trainable_token_indices"};
+    static const char *const nulls[] = {"revision",          "auto_mapping",
+                                        "layer_replication", "modules_to_save",
+                                        "megatron_config",   "trainable_token_indices"};
     json_t *layers = json_null();
     if (c->layers) {
         layers = json_array();
@@ -295,22 +310,23 @@ json_t *ql_lora_config_json(const ql_lora_config *c)
     }
     json_t *init = c->init == QL_INIT_GAUSSIAN ? json_string("gaussian")
                                                : json_boolean(c->init == QL_INIT_KAIMING);
-    json_t *o = json_pack(
-        "{s:s, s:s, s:b, s:I, s:o, s:f, s:s, s:b, s:o, s:b, s:b, s:b, s:{}, s:s}", "peft_type", "LORA",
-        "task_type", "CAUSAL_LM", "inference_mode", 1, "r", (json_int_t)c->r, "lora_alpha",
-        number(c->alpha), "lora_dropout", c->dropout, "bias", "none", "fan_in_fan_out", 0,
-        "init_lora_weights", init, "use_rslora", (int)c->rslora, "use_dora", 0, "lora_bias", 0,
-        "loftq_config", "megatron_core", "megatron.core");
+    json_t *o = json_pack("{s:s, s:s, s:b, s:I, s:o, s:f, s:s, s:b, s:o, s:b, s:b, s:b, s:{}, s:s}",
+                          "peft_type", "LORA", "task_type", "CAUSAL_LM", "inference_mode", 1, "r",
+                          (json_int_t)c->r, "lora_alpha", number(c->alpha), "lora_dropout",
+                          c->dropout, "bias", "none", "fan_in_fan_out", 0, "init_lora_weights",
+                          init, "use_rslora", (int)c->rslora, "use_dora", 0, "lora_bias", 0,
+                          "loftq_config", "megatron_core", "megatron.core");
     for (size_t i = 0; i < sizeof nulls / sizeof *nulls; i++)
         (void)json_object_set_new(o, nulls[i], json_null());
-    (void)json_object_set_new(o, "base_model_name_or_path", c->base ? json_string(c->base) : json_null());
+    (void)json_object_set_new(o, "base_model_name_or_path",
+                              c->base ? json_string(c->base) : json_null());
     (void)json_object_set_new(o, "target_modules",
                               c->target.all_linear ? all_linear_json() : set_json(&c->target));
     (void)json_object_set_new(o, "exclude_modules", set_json(&c->exclude));
     (void)json_object_set_new(o, "layers_to_transform", layers);
-    (void)json_object_set_new(o, "layers_pattern",
-                              c->layer_patterns ? names_json(c->layer_patterns, c->layer_pattern_count)
-                                                : json_null());
+    (void)json_object_set_new(
+        o, "layers_pattern",
+        c->layer_patterns ? names_json(c->layer_patterns, c->layer_pattern_count) : json_null());
     (void)json_object_set_new(o, "rank_pattern", patterns_json(c->ranks, c->rank_count));
     (void)json_object_set_new(o, "alpha_pattern", patterns_json(c->alphas, c->alpha_count));
     return o;

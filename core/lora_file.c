@@ -15,8 +15,8 @@ typedef enum { PART_A, PART_B } part;
 
 static void tensor_name(char out[NAME_ROOM], const ql_lora_target *t, part p)
 {
-    snprintf(out, NAME_ROOM, "base_model.model.model.layers.%lld.%s.lora_%c.weight", (long long)t->layer,
-             ql_linear_module(t->linear), p == PART_A ? 'A' : 'B');
+    snprintf(out, NAME_ROOM, "base_model.model.model.layers.%lld.%s.lora_%c.weight",
+             (long long)t->layer, ql_linear_module(t->linear), p == PART_A ? 'A' : 'B');
 }
 
 static ql_status put(ql_st_writer *w, int64_t i, const float *x, int64_t n, ql_dtype dtype)
@@ -47,7 +47,8 @@ static ql_status save_tensors(const ql_lora *l, const float *flat, ql_dtype dtyp
         const ql_lora_target *t = &l->target[i / 2];
         part p = i % 2 ? PART_B : PART_A;
         tensor_name(names[i], t, p);
-        d[i] = (ql_st_decl){names[i], dtype, 2, {p == PART_A ? t->r : t->n, p == PART_A ? t->k : t->r}};
+        d[i] = (ql_st_decl){
+            names[i], dtype, 2, {p == PART_A ? t->r : t->n, p == PART_A ? t->k : t->r}};
     }
     QL_GO(ql_st_create(path, d, n, meta, &w));
     for (int64_t i = 0; i < l->count; i++) {
@@ -75,7 +76,8 @@ static ql_status save_card(const ql_lora *l, const char *folder)
         QL_FAIL(QL_EINVAL, "a base model's name of %zu bytes cannot be written", strlen(base));
     }
     int n = snprintf(text, sizeof text,
-                     "---\nbase_model: %s\nlibrary_name: peft\npipeline_tag: text-generation\ntags:\n- lora\n---\n\n"
+                     "---\nbase_model: %s\nlibrary_name: peft\npipeline_tag: "
+                     "text-generation\ntags:\n- lora\n---\n\n"
                      "LoRA adapter: rank %lld, alpha %g, %lld parameters. Load it with "
                      "`PeftModel.from_pretrained(base, folder)`.\n",
                      name, (long long)l->cfg.r, l->cfg.alpha, (long long)l->params);
@@ -122,10 +124,14 @@ ql_status ql_lora_open(const char *folder, const ql_config *m, ql_lora **out)
 static ql_status unexpected(const char *name, const char *missing)
 {
     const char *kind = "is not part of the adapter that adapter_config.json describes";
-    if (strstr(name, "lora_magnitude_vector")) kind = "belongs to DoRA, which is not supported";
-    else if (strstr(name, ".lora_B.bias")) kind = "belongs to lora_bias, which is not supported";
-    else if (strstr(name, "lora_embedding_")) kind = "is an embedding's adapter, which is not supported";
-    else if (!strstr(name, ".lora_")) kind = "belongs to modules_to_save, which is not supported";
+    if (strstr(name, "lora_magnitude_vector"))
+        kind = "belongs to DoRA, which is not supported";
+    else if (strstr(name, ".lora_B.bias"))
+        kind = "belongs to lora_bias, which is not supported";
+    else if (strstr(name, "lora_embedding_"))
+        kind = "is an embedding's adapter, which is not supported";
+    else if (!strstr(name, ".lora_"))
+        kind = "belongs to modules_to_save, which is not supported";
     QL_FAIL(QL_ENOSUP, "adapter_model.safetensors: tensor '%.200s' %s%s%s%s", name, kind,
             missing ? "; '" : "", missing ? missing : "", missing ? "' is missing" : "");
 }
@@ -154,8 +160,9 @@ static ql_status check_names(const ql_lora *l, const ql_st *st)
     free(used);
     if (extra) return unexpected(extra, lost);
     if (lost)
-        QL_FAIL(QL_EINVAL, "adapter_model.safetensors: tensor '%s' is missing (%lld of %lld are there)",
-                lost, (long long)found, (long long)(2 * l->count));
+        QL_FAIL(QL_EINVAL,
+                "adapter_model.safetensors: tensor '%s' is missing (%lld of %lld are there)", lost,
+                (long long)found, (long long)(2 * l->count));
     return QL_OK;
 }
 
@@ -167,16 +174,22 @@ static ql_status read_part(const ql_st *st, const ql_lora_target *t, part p, flo
     tensor_name(name, t, p);
     const ql_st_tensor *x = ql_st_find(st, name);
     if (!ql_dtype_float(x->dtype))
-        QL_FAIL(QL_EINVAL, "adapter_model.safetensors: tensor '%s' has dtype %s; supported: float32, "
-                "float16, bfloat16", name, ql_dtype_name(x->dtype));
+        QL_FAIL(QL_EINVAL,
+                "adapter_model.safetensors: tensor '%s' has dtype %s; supported: float32, "
+                "float16, bfloat16",
+                name, ql_dtype_name(x->dtype));
     if (x->ndim != 2 || x->shape[0] != rows || x->shape[1] != cols)
-        QL_FAIL(QL_EINVAL, "adapter_model.safetensors: tensor '%s' has shape %s, expected [%lld, %lld]", name,
-                ql_st_shape(shape, sizeof shape, x->shape, x->ndim), (long long)rows, (long long)cols);
+        QL_FAIL(QL_EINVAL,
+                "adapter_model.safetensors: tensor '%s' has shape %s, expected [%lld, %lld]", name,
+                ql_st_shape(shape, sizeof shape, x->shape, x->ndim), (long long)rows,
+                (long long)cols);
     for (int64_t i = 0; i < x->count; i++) {
         out[i] = ql_float_get(x->data, x->dtype, i);
         if (!isfinite(out[i]))
-            QL_FAIL(QL_EINVAL, "adapter_model.safetensors: tensor '%s' has a value that is not finite at "
-                    "[%lld, %lld]", name, (long long)(i / cols), (long long)(i % cols));
+            QL_FAIL(QL_EINVAL,
+                    "adapter_model.safetensors: tensor '%s' has a value that is not finite at "
+                    "[%lld, %lld]",
+                    name, (long long)(i / cols), (long long)(i % cols));
     }
     return QL_OK;
 }
@@ -189,7 +202,8 @@ ql_status ql_lora_read(const ql_lora *l, const char *folder, float *flat)
     QL_TRY(ql_path_join(path, folder, "adapter_model.safetensors"));
     QL_TRY(ql_path_join(bin, folder, "adapter_model.bin"));
     if (!ql_path_is_file(path) && ql_path_is_file(bin))
-        QL_FAIL(QL_ENOSUP, "%s holds adapter_model.bin only; adapter_model.safetensors is needed", folder);
+        QL_FAIL(QL_ENOSUP, "%s holds adapter_model.bin only; adapter_model.safetensors is needed",
+                folder);
     QL_TRY(ql_st_open(path, &st));
     s = check_names(l, st);
     if (s == QL_OK) memset(flat, 0, (size_t)l->elements * sizeof *flat);

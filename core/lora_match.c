@@ -25,9 +25,10 @@ static ql_status compile(const char *what, const char *pattern, uint32_t options
     PCRE2_SIZE at = 0;
     pcre2_code *code = NULL;
     if (strlen(pattern) > PATTERN_MAX)
-        QL_FAIL(QL_EINVAL, "%s: a pattern of %zu bytes; at most %d are accepted", what, strlen(pattern),
-                PATTERN_MAX);
-    code = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED, options | PCRE2_UTF, &err, &at, NULL);
+        QL_FAIL(QL_EINVAL, "%s: a pattern of %zu bytes; at most %d are accepted", what,
+                strlen(pattern), PATTERN_MAX);
+    code = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED, options | PCRE2_UTF, &err, &at,
+                         NULL);
     if (!code) {
         char text[200];
         pcre2_get_error_message(err, (PCRE2_UCHAR *)text, sizeof text);
@@ -37,8 +38,8 @@ static ql_status compile(const char *what, const char *pattern, uint32_t options
     return QL_OK;
 }
 
-static ql_status matches(ql_matcher *m, const pcre2_code *code, const char *what, const char *pattern,
-                         const char *path, bool *out)
+static ql_status matches(ql_matcher *m, const pcre2_code *code, const char *what,
+                         const char *pattern, const char *path, bool *out)
 {
     int rc = pcre2_match(code, (PCRE2_SPTR)path, PCRE2_ZERO_TERMINATED, 0, 0, m->data, m->limits);
     if (rc < 0 && rc != PCRE2_ERROR_NOMATCH)
@@ -73,7 +74,8 @@ static ql_status compile_layers(ql_matcher *m)
     for (int i = 0; i < c->layer_pattern_count; i++) {
         if (snprintf(full, sizeof full, "(?:^|.*?\\.)%s\\.(?<idx>\\d+)\\.", c->layer_patterns[i]) >=
             (int)sizeof full)
-            QL_FAIL(QL_EINVAL, "layers_pattern: a pattern of %zu bytes", strlen(c->layer_patterns[i]));
+            QL_FAIL(QL_EINVAL, "layers_pattern: a pattern of %zu bytes",
+                    strlen(c->layer_patterns[i]));
         QL_TRY(compile("layers_pattern", full, PCRE2_ANCHORED, &m->layers[i]));
     }
     return QL_OK;
@@ -161,8 +163,8 @@ static ql_status layer_chosen(ql_matcher *m, const char *path, bool *out)
     int n = c->layer_pattern_count ? c->layer_pattern_count : 1;
     bool hit = false;
     for (int i = 0; i < n && !hit; i++)
-        QL_TRY(matches(m, m->layers[i], "layers_pattern", n && c->layer_patterns ? c->layer_patterns[i] : "",
-                       path, &hit));
+        QL_TRY(matches(m, m->layers[i], "layers_pattern",
+                       n && c->layer_patterns ? c->layer_patterns[i] : "", path, &hit));
     *out = false;
     if (!hit) return QL_OK;
     /* The number is the pattern's last group, and it always takes part. */
@@ -189,10 +191,12 @@ ql_status ql_matcher_selects(ql_matcher *m, const char *path, bool *out)
     how h = in_list(c->target.names, c->target.count, path, m->used);
     QL_TRY(excluded(m, path, &no));
     if (no) return QL_OK;
-    if (c->target.all_linear) *out = true;
+    if (c->target.all_linear)
+        *out = true;
     else if (c->target.regex)
         return matches(m, m->target, "target_modules", c->target.regex, path, out);
-    else *out = h != NO;
+    else
+        *out = h != NO;
     /* A full path in the list is taken whatever layers_to_transform says, as PEFT does. */
     if (h == SUFFIX && c->layer_count) return layer_chosen(m, path, out);
     return QL_OK;
@@ -222,7 +226,8 @@ ql_status ql_matcher_rank(ql_matcher *m, const char *path, int64_t *r)
 ql_status ql_matcher_alpha(ql_matcher *m, const char *path, double *alpha)
 {
     *alpha = m->c->alpha;
-    return pattern_value(m, m->alphas, m->c->alphas, m->c->alpha_count, "alpha_pattern", path, alpha);
+    return pattern_value(m, m->alphas, m->c->alphas, m->c->alpha_count, "alpha_pattern", path,
+                         alpha);
 }
 
 const char *ql_matcher_unused(const ql_matcher *m)

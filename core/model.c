@@ -65,9 +65,10 @@ static ql_status check_shape(const binder *b, const ql_st_tensor *t, int ndim, i
     char e[64], f[256];
     for (int i = 0; same && i < ndim; i++) same = t->shape[i] == w[i];
     if (same) return QL_OK;
-    bool rows_only = t->ndim == 2 && ndim == 2 && t->shape[1] == cols && strstr(t->name, "embed_tokens");
-    QL_FAIL(QL_EINVAL, "%s: tensor '%s' has shape %s, config.json asks for %s%s", file_of(b, t), t->name,
-            ql_st_shape(f, sizeof f, t->shape, t->ndim), ql_st_shape(e, sizeof e, w, ndim),
+    bool rows_only =
+        t->ndim == 2 && ndim == 2 && t->shape[1] == cols && strstr(t->name, "embed_tokens");
+    QL_FAIL(QL_EINVAL, "%s: tensor '%s' has shape %s, config.json asks for %s%s", file_of(b, t),
+            t->name, ql_st_shape(f, sizeof f, t->shape, t->ndim), ql_st_shape(e, sizeof e, w, ndim),
             rows_only ? " (a resized embedding? vocab_size must be its number of rows)" : "");
 }
 
@@ -106,12 +107,13 @@ static ql_status bind_part(binder *b, const ql_weight *w, const char *suffix, ql
     if (!t) {
         char full[2 * NAME_ROOM];
         snprintf(full, sizeof full, "%s%s", w->name, suffix);
-        QL_FAIL(QL_EINVAL, "%s: tensor '%s' is missing (the weight is quantised)", b->m->path, full);
+        QL_FAIL(QL_EINVAL, "%s: tensor '%s' is missing (the weight is quantised)", b->m->path,
+                full);
     }
     if (t->dtype != dtype || t->count != count)
-        QL_FAIL(QL_EINVAL, "%s: tensor '%s' has %lld elements of %s, expected %lld of %s", file_of(b, t),
-                t->name, (long long)t->count, ql_dtype_name(t->dtype), (long long)count,
-                ql_dtype_name(dtype));
+        QL_FAIL(QL_EINVAL, "%s: tensor '%s' has %lld elements of %s, expected %lld of %s",
+                file_of(b, t), t->name, (long long)t->count, ql_dtype_name(t->dtype),
+                (long long)count, ql_dtype_name(dtype));
     *out = t->data;
     return QL_OK;
 }
@@ -130,8 +132,8 @@ static ql_status state_dtype(const char *what, const char *s, ql_dtype *out)
             return QL_OK;
         }
     }
-    QL_FAIL(QL_ENOSUP, "%s: dtype '%.60s' is not supported; supported: float32, float16, bfloat16", what,
-            s);
+    QL_FAIL(QL_ENOSUP, "%s: dtype '%.60s' is not supported; supported: float32, float16, bfloat16",
+            what, s);
 }
 
 /* bitsandbytes' packed quant_state: JSON in a tensor of bytes, keys in any order. */
@@ -150,8 +152,8 @@ static ql_status read_state(const json_t *o, const char *what, ql_weight *w)
     QL_TRY(state_dtype(what, dtype, &w->dtype));
     if (json_array_size(shape) != 2 || json_integer_value(json_array_get(shape, 0)) != w->rows ||
         json_integer_value(json_array_get(shape, 1)) != w->cols)
-        QL_FAIL(QL_EINVAL, "%s: shape %s, config.json asks for [%lld, %lld]", what, ql_json_show(shape),
-                (long long)w->rows, (long long)w->cols);
+        QL_FAIL(QL_EINVAL, "%s: shape %s, config.json asks for [%lld, %lld]", what,
+                ql_json_show(shape), (long long)w->rows, (long long)w->cols);
     QL_TRY(ql_json_opt_int(o, what, "nested_blocksize", 32, 4096, &w->nested_block));
     if (w->nested_block == 0) return QL_OK;
     if (!block_size(w->nested_block))
@@ -172,8 +174,8 @@ static ql_status bind_state(binder *b, const ql_st_tensor *t, ql_weight *w)
     char what[QL_PATH_MAX];
     snprintf(what, sizeof what, "%s: tensor '%s'", file_of(b, t), t->name);
     if (t->dtype != QL_U8 || t->bytes > STATE_MAX)
-        QL_FAIL(QL_EINVAL, "%s must be at most %d bytes of uint8, found %lld of %s", what, STATE_MAX,
-                (long long)t->count, ql_dtype_name(t->dtype));
+        QL_FAIL(QL_EINVAL, "%s must be at most %d bytes of uint8, found %lld of %s", what,
+                STATE_MAX, (long long)t->count, ql_dtype_name(t->dtype));
     QL_TRY(ql_json_parse(t->data, (size_t)t->bytes, what, &o));
     ql_status st = read_state(o, what, w);
     json_decref(o);
@@ -199,8 +201,8 @@ static ql_status bind_quantised(binder *b, const ql_st_tensor *t, const ql_st_te
     for (int i = 0; i < 16; i++) {
         w->quant_map[i] = ql_float_get(map, QL_F32, i);
         if (!isfinite(w->quant_map[i]))
-            QL_FAIL(QL_EINVAL, "%s: tensor '%s.quant_map': entry %d is not finite", file_of(b, t), w->name,
-                    i);
+            QL_FAIL(QL_EINVAL, "%s: tensor '%s.quant_map': entry %d is not finite", file_of(b, t),
+                    w->name, i);
     }
     if (w->nested_block == 0) return QL_OK;
     QL_TRY(bind_part(b, w, ".nested_absmax", QL_F32, ql_ceil_div(w->blocks, w->nested_block),
@@ -237,16 +239,20 @@ static ql_status bind_weight(binder *b, const char *name, ql_weight *w)
     const ql_st_tensor *fp4 = find_suffix(b, name, ".quant_state.bitsandbytes__fp4");
     w->name = t->name;
     if (nf4 && fp4)
-        QL_FAIL(QL_EINVAL, "%s: tensor '%s' has both an nf4 and an fp4 quant_state", file_of(b, t), name);
+        QL_FAIL(QL_EINVAL, "%s: tensor '%s' has both an nf4 and an fp4 quant_state", file_of(b, t),
+                name);
     if (nf4 || fp4) {
         w->kind = nf4 ? QL_NF4 : QL_FP4;
         return bind_quantised(b, t, nf4 ? nf4 : fp4, w);
     }
     if (t->dtype == QL_I8)
-        QL_FAIL(QL_ENOSUP, "%s: tensor '%s' is int8: an 8-bit base is not supported; supported: "
-                "bitsandbytes 4-bit, or weights in 16 or 32 bits", file_of(b, t), name);
+        QL_FAIL(QL_ENOSUP,
+                "%s: tensor '%s' is int8: an 8-bit base is not supported; supported: "
+                "bitsandbytes 4-bit, or weights in 16 or 32 bits",
+                file_of(b, t), name);
     if (t->dtype == QL_U8)
-        QL_FAIL(QL_EINVAL, "%s: tensor '%s' is uint8, but has no quant_state.bitsandbytes__nf4 or __fp4",
+        QL_FAIL(QL_EINVAL,
+                "%s: tensor '%s' is uint8, but has no quant_state.bitsandbytes__nf4 or __fp4",
                 file_of(b, t), name);
     QL_TRY(check_float(b, t));
     QL_TRY(check_shape(b, t, 2, w->rows, w->cols));
@@ -275,7 +281,8 @@ static ql_status bind_layer(binder *b, int64_t layer)
         ql_weight *w = &k->w[i];
         ql_linear_shape(c, l, &w->rows, &w->cols);
         w->skip = ql_config_skips(c, layer, l);
-        snprintf(name, sizeof name, "model.layers.%lld.%s.weight", (long long)layer, ql_linear_module(l));
+        snprintf(name, sizeof name, "model.layers.%lld.%s.weight", (long long)layer,
+                 ql_linear_module(l));
         QL_TRY(bind_weight(b, name, w));
         if (!ql_linear_bias(c, l)) continue;
         snprintf(name, sizeof name, "%s.bias", ql_linear_module(l));
@@ -295,7 +302,8 @@ static bool ends_with(const char *s, const char *end)
 }
 
 /* A tensor nobody asked for means that config.json describes another model (a bias, a layer, an
- * adapter would be dropped in silence). Buffers of old files and a tied head's copy are harmless. */
+ * adapter would be dropped in silence). Buffers of old files and a tied head's copy are harmless.
+ */
 static ql_status check_all_used(const binder *b)
 {
     const ql_model *m = b->m;
@@ -303,9 +311,10 @@ static ql_status check_all_used(const binder *b)
         const ql_st_tensor *t = ql_st_at(m->files, i);
         if (b->used[i] || ends_with(t->name, ".rotary_emb.inv_freq")) continue;
         if (m->cfg.tied && strncmp(t->name, "lm_head.weight", 14) == 0) continue;
-        QL_FAIL(QL_ENOSUP, "%s: tensor '%.200s' is not part of a %s of %lld layers as config.json "
-                "describes it", file_of(b, t), t->name, ql_arch_class(m->cfg.arch),
-                (long long)m->cfg.layers);
+        QL_FAIL(QL_ENOSUP,
+                "%s: tensor '%.200s' is not part of a %s of %lld layers as config.json "
+                "describes it",
+                file_of(b, t), t->name, ql_arch_class(m->cfg.arch), (long long)m->cfg.layers);
     }
     return QL_OK;
 }
@@ -315,8 +324,10 @@ static ql_status bind_all(ql_model *m)
     const ql_config *c = &m->cfg;
     binder b = {m, NULL, 0};
     ql_status st = QL_OK;
-    if (m->files) b.used = calloc((size_t)ql_st_count(m->files) + 1, 1);
-    else m->names = malloc((size_t)(c->layers * PER_LAYER + 3) * NAME_ROOM);
+    if (m->files)
+        b.used = calloc((size_t)ql_st_count(m->files) + 1, 1);
+    else
+        m->names = malloc((size_t)(c->layers * PER_LAYER + 3) * NAME_ROOM);
     m->block = calloc((size_t)c->layers, sizeof *m->block);
     if (!m->block || (m->files ? !b.used : !m->names)) {
         st = ql_fail(QL_ENOMEM, "no memory for the table of %lld layers", (long long)c->layers);
@@ -325,8 +336,10 @@ static ql_status bind_all(ql_model *m)
     QL_GO(bind_param(&b, "model.embed_tokens.weight", 2, c->vocab, c->hidden, &m->embed));
     for (int64_t l = 0; l < c->layers; l++) QL_GO(bind_layer(&b, l));
     QL_GO(bind_param(&b, "model.norm.weight", 1, 1, c->hidden, &m->norm));
-    if (c->tied) m->head = m->embed;
-    else QL_GO(bind_param(&b, "lm_head.weight", 2, c->vocab, c->hidden, &m->head));
+    if (c->tied)
+        m->head = m->embed;
+    else
+        QL_GO(bind_param(&b, "lm_head.weight", 2, c->vocab, c->hidden, &m->head));
     if (m->files) QL_GO(check_all_used(&b));
 out:
     free(b.used);

@@ -7,17 +7,30 @@
 #include <stdlib.h>
 #include <string.h>
 
-const float ql_nf4_map[16] = {
-    -1.0f,                 -0.6961928009986877f,  -0.5250730514526367f, -0.39491748809814453f,
-    -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
-    0.07958029955625534f,  0.16093020141124725f,  0.24611230194568634f, 0.33791524171829224f,
-    0.44070982933044434f,  0.5626170039176941f,   0.7229568362236023f,  1.0f};
+const float ql_nf4_map[16] = {-1.0f,
+                              -0.6961928009986877f,
+                              -0.5250730514526367f,
+                              -0.39491748809814453f,
+                              -0.28444138169288635f,
+                              -0.18477343022823334f,
+                              -0.09105003625154495f,
+                              0.0f,
+                              0.07958029955625534f,
+                              0.16093020141124725f,
+                              0.24611230194568634f,
+                              0.33791524171829224f,
+                              0.44070982933044434f,
+                              0.5626170039176941f,
+                              0.7229568362236023f,
+                              1.0f};
 
 /* Bit 3 is the sign; the magnitudes are e2m1-like steps over 12. */
-const float ql_fp4_map[16] = {0.0f,  0.005208333333f,  0.66666667f,  1.0f,  0.33333333f,  0.5f,  0.16666667f,  0.25f,
-                              -0.0f, -0.005208333333f, -0.66666667f, -1.0f, -0.33333333f, -0.5f, -0.16666667f, -0.25f};
+const float ql_fp4_map[16] = {
+    0.0f,  0.005208333333f,  0.66666667f,  1.0f,  0.33333333f,  0.5f,  0.16666667f,  0.25f,
+    -0.0f, -0.005208333333f, -0.66666667f, -1.0f, -0.33333333f, -0.5f, -0.16666667f, -0.25f};
 
-/* ---- the dynamic 8-bit map ---------------------------------------------------------------------- */
+/* ---- the dynamic 8-bit map ----------------------------------------------------------------------
+ */
 
 /* Entry j of torch's fp32 linspace(0.1, 1, n): from both ends, each with one rounding. */
 static float linspace(int j, int n)
@@ -32,7 +45,8 @@ static int ascending(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Decades 1e-6 … 1, each with twice the steps of the one below; the entries are the steps' means. */
+/* Decades 1e-6 … 1, each with twice the steps of the one below; the entries are the steps' means.
+ */
 static int decades(float *out, int first_steps, int signs)
 {
     int n = 0;
@@ -70,8 +84,10 @@ uint8_t ql_dynamic_code(const float map[256], float y)
     int pivot = 127, lo = 0, hi = 255;
     float lower = -1.0f, upper = 1.0f;
     for (int step = 64; step >= 1; step /= 2) {
-        if (y > map[pivot]) lo = pivot, lower = map[pivot], pivot += step;
-        else hi = pivot, upper = map[pivot], pivot -= step;
+        if (y > map[pivot])
+            lo = pivot, lower = map[pivot], pivot += step;
+        else
+            hi = pivot, upper = map[pivot], pivot -= step;
     }
     if (hi == 255) upper = map[255];
     if (lo == 0) lower = map[0];
@@ -80,22 +96,24 @@ uint8_t ql_dynamic_code(const float map[256], float y)
     return (uint8_t)(y < (lower + v) * 0.5f ? lo : pivot);
 }
 
-/* ---- quantise ------------------------------------------------------------------------------------ */
+/* ---- quantise
+ * ------------------------------------------------------------------------------------ */
 
 static float flush(float x)
 {
     return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x;
 }
 
-/* bitsandbytes' thresholds: the midpoints of neighbouring codes, as its source spells them. The last
- * one is an ulp below the midpoint in fp32, so they cannot be computed from the codes. */
+/* bitsandbytes' thresholds: the midpoints of neighbouring codes, as its source spells them. The
+ * last one is an ulp below the midpoint in fp32, so they cannot be computed from the codes. */
 static const float nf4_bar[15] = {
     -0.8480964004993439f,  -0.6106329262256622f,  -0.4599952697753906f,   -0.33967943489551544f,
     -0.23460740596055984f, -0.13791173323988914f, -0.045525018125772476f, 0.03979014977812767f,
     0.1202552504837513f,   0.2035212516784668f,   0.2920137718319893f,    0.3893125355243683f,
     0.5016634166240692f,   0.6427869200706482f,   0.8614784181118011f};
 
-/* The number of thresholds below y: a tie goes to the lower code. NaN (a block of zeros) gives 0. */
+/* The number of thresholds below y: a tie goes to the lower code. NaN (a block of zeros) gives 0.
+ */
 static unsigned nf4_code(float y)
 {
     unsigned code = 0;
@@ -131,13 +149,15 @@ void ql_nested_quantise(const float *absmax, int64_t n, const float map[256], ui
         float top = 0.0f;
         for (int64_t i = first; i < end; i++) top = fmaxf(top, fabsf(absmax[i] - mean));
         float r = 1.0f / top;
-        for (int64_t i = first; i < end; i++) codes[i] = ql_dynamic_code(map, (absmax[i] - mean) * r);
+        for (int64_t i = first; i < end; i++)
+            codes[i] = ql_dynamic_code(map, (absmax[i] - mean) * r);
         nested[b] = top;
     }
     *offset = mean;
 }
 
-/* ---- dequantise ---------------------------------------------------------------------------------- */
+/* ---- dequantise
+ * ---------------------------------------------------------------------------------- */
 
 void ql_weight_absmax(const ql_weight *w, float *out)
 {
@@ -169,9 +189,11 @@ void ql_weight_read(const ql_weight *w, const float *absmax, int64_t first, int6
     }
 }
 
-/* ---- bitsandbytes' tensors ----------------------------------------------------------------------- */
+/* ---- bitsandbytes' tensors
+ * ----------------------------------------------------------------------- */
 
-/* Python's repr of a double: the fewest digits that read back the same, and ".0" on whole numbers. */
+/* Python's repr of a double: the fewest digits that read back the same, and ".0" on whole numbers.
+ */
 static void repr(char out[40], double x)
 {
     for (int digits = 1; digits <= 17; digits++) {
@@ -185,14 +207,16 @@ static void write_state(ql_nf4_host *q)
 {
     const ql_weight *w = &q->w;
     char offset[40];
-    int n = snprintf(q->state, sizeof q->state,
-                     "{\"quant_type\": \"nf4\", \"blocksize\": %lld, \"dtype\": \"%s\", \"shape\": [%lld, %lld]",
-                     (long long)w->block, ql_dtype_name(w->dtype), (long long)w->rows, (long long)w->cols);
+    int n = snprintf(
+        q->state, sizeof q->state,
+        "{\"quant_type\": \"nf4\", \"blocksize\": %lld, \"dtype\": \"%s\", \"shape\": [%lld, %lld]",
+        (long long)w->block, ql_dtype_name(w->dtype), (long long)w->rows, (long long)w->cols);
     if (w->nested_block) {
         repr(offset, (double)w->nested_offset);
-        n += snprintf(q->state + n, sizeof q->state - (size_t)n,
-                      ", \"nested_blocksize\": %lld, \"nested_dtype\": \"float32\", \"nested_offset\": %s",
-                      (long long)w->nested_block, offset);
+        n += snprintf(
+            q->state + n, sizeof q->state - (size_t)n,
+            ", \"nested_blocksize\": %lld, \"nested_dtype\": \"float32\", \"nested_offset\": %s",
+            (long long)w->nested_block, offset);
     }
     snprintf(q->state + n, sizeof q->state - (size_t)n, "}");
 }
@@ -210,7 +234,8 @@ ql_status ql_nf4_make(const float *x, int64_t rows, int64_t cols, ql_dtype dtype
     q.nested_map = malloc(256 * sizeof *q.nested_map);
     if (!q.packed || !q.absmax || !q.codes || !q.nested || !q.nested_map) {
         ql_nf4_free(&q);
-        QL_FAIL(QL_ENOMEM, "no memory for quantising [%lld, %lld]", (long long)rows, (long long)cols);
+        QL_FAIL(QL_ENOMEM, "no memory for quantising [%lld, %lld]", (long long)rows,
+                (long long)cols);
     }
     ql_nf4_quantise(x, n, q.packed, q.absmax);
     q.w.data = q.packed, q.w.bytes = ql_ceil_div(n, 2);

@@ -1,6 +1,6 @@
-/* NF4 and FP4 as bitsandbytes defines them: tables and reference functions on the host. The maths is
- * that of its CUDA path (subnormals taken as zero) with an exact reciprocal; every product and sum
- * is rounded once. */
+/* NF4 and FP4 as bitsandbytes defines them: tables and reference functions on the host. The maths
+ * is that of its CUDA path (subnormals taken as zero) with an exact reciprocal; every product and
+ * sum is rounded once. */
 #ifndef QL_NF4_H
 #define QL_NF4_H
 
@@ -30,8 +30,8 @@ void ql_nested_quantise(const float *absmax, int64_t n, const float map[256], ui
 /* absmax[i] = fl(fl(map[codes[i]] · nested[i / nested_block]) + offset). w is quantised; out has
  * w->blocks values. */
 void ql_weight_absmax(const ql_weight *w, float *out);
-/* Elements [first, first + n) of a weight of any kind → out of dtype. Quantised: the fp32 product is
- * rounded to quant_state's dtype first, as bitsandbytes does. absmax (w->blocks) from
+/* Elements [first, first + n) of a weight of any kind → out of dtype. Quantised: the fp32 product
+ * is rounded to quant_state's dtype first, as bitsandbytes does. absmax (w->blocks) from
  * ql_weight_absmax; unused (NULL) for plain ones. */
 void ql_weight_read(const ql_weight *w, const float *absmax, int64_t first, int64_t n, void *out,
                     ql_dtype dtype);

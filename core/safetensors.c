@@ -101,7 +101,8 @@ static ql_status read_shape(const char *base, const json_t *v, ql_st_tensor *t)
         if (!json_is_integer(d) || t->shape[i] < 0)
             QL_FAIL(QL_EINVAL, "%s: tensor '%s': bad dimension %s", base, t->name, ql_json_show(d));
         if (__builtin_mul_overflow(t->count, t->shape[i], &t->count))
-            QL_FAIL(QL_EINVAL, "%s: tensor '%s': the product of its shape overflows", base, t->name);
+            QL_FAIL(QL_EINVAL, "%s: tensor '%s': the product of its shape overflows", base,
+                    t->name);
     }
     if (__builtin_mul_overflow(t->count, (int64_t)ql_dtype_size(t->dtype), &t->bytes))
         QL_FAIL(QL_EINVAL, "%s: tensor '%s': its size overflows", base, t->name);
@@ -125,11 +126,13 @@ static ql_status read_tensor(const st_file *f, int number, int64_t data_at, cons
     if (json_array_size(off) != 2 || !json_is_integer(b) || !json_is_integer(e))
         QL_FAIL(QL_EINVAL, "%s: tensor '%s' needs data_offsets [begin, end]", f->base, name);
     if (begin < 0 || end < begin || end > data_size)
-        QL_FAIL(QL_EINVAL, "%s: tensor '%s': data_offsets [%lld, %lld] lie outside the %lld bytes of data",
+        QL_FAIL(QL_EINVAL,
+                "%s: tensor '%s': data_offsets [%lld, %lld] lie outside the %lld bytes of data",
                 f->base, name, (long long)begin, (long long)end, (long long)data_size);
     if (end - begin != t->bytes)
-        QL_FAIL(QL_EINVAL, "%s: tensor '%s': shape and dtype need %lld bytes, data_offsets span %lld",
-                f->base, name, (long long)t->bytes, (long long)(end - begin));
+        QL_FAIL(QL_EINVAL,
+                "%s: tensor '%s': shape and dtype need %lld bytes, data_offsets span %lld", f->base,
+                name, (long long)t->bytes, (long long)(end - begin));
     t->data = f->map + data_at + begin;
     return QL_OK;
 }
@@ -192,10 +195,12 @@ static ql_status parse_header(st_file *f, uint64_t *header_size)
         QL_FAIL(QL_EINVAL, "%s: a header of %llu bytes; at most %d are allowed", f->base,
                 (unsigned long long)n, HEADER_MAX);
     if (n > f->size - 8)
-        QL_FAIL(QL_EINVAL, "%s: the header says %llu bytes, but only %zu follow: the file is cut short",
+        QL_FAIL(QL_EINVAL,
+                "%s: the header says %llu bytes, but only %zu follow: the file is cut short",
                 f->base, (unsigned long long)n, f->size - 8);
     if (n < 2 || f->map[8] != '{')
-        QL_FAIL(QL_EINVAL, "%s: the header does not start with '{': not a safetensors file", f->base);
+        QL_FAIL(QL_EINVAL, "%s: the header does not start with '{': not a safetensors file",
+                f->base);
     *header_size = n;
     return ql_json_parse(f->map + 8, (size_t)n, f->base, &f->header);
 }
@@ -231,7 +236,8 @@ static ql_status add_file(ql_st *st, int number)
 static ql_status add_path(ql_st *st, const char *dir, const char *name)
 {
     char path[QL_PATH_MAX];
-    if (dir) QL_TRY(ql_path_join(path, dir, name));
+    if (dir)
+        QL_TRY(ql_path_join(path, dir, name));
     else if (snprintf(path, sizeof path, "%s", name) >= QL_PATH_MAX)
         QL_FAIL(QL_EINVAL, "path too long: %.200s…", name);
     st_file *grown = realloc(st->file, (size_t)(st->files + 1) * sizeof *grown);
@@ -265,7 +271,8 @@ static ql_status check_shard_name(const char *tensor, const char *name)
 {
     if (!name || !name[0] || strchr(name, '/') || strcmp(name, "..") == 0 || strcmp(name, ".") == 0)
         QL_FAIL(QL_EINVAL,
-                "model.safetensors.index.json: tensor '%.200s' points to '%.200s', which is not a file name "
+                "model.safetensors.index.json: tensor '%.200s' points to '%.200s', which is not a "
+                "file name "
                 "inside the folder",
                 tensor, name ? name : "(no string)");
     return QL_OK;
@@ -292,8 +299,9 @@ static ql_status add_shards(ql_st *st, const char *dir, const char **names, size
         }
     }
     if (missing)
-        QL_FAIL(QL_EINVAL, "%s: %zu of %zu shards are missing, the first is %s: finish the download",
-                dir, missing, shards, first);
+        QL_FAIL(QL_EINVAL,
+                "%s: %zu of %zu shards are missing, the first is %s: finish the download", dir,
+                missing, shards, first);
     if (shards > FILES_MAX) QL_FAIL(QL_EINVAL, "%s: %zu shards", dir, shards);
     for (size_t i = 0; i < n; i++) {
         if (i && strcmp(names[i], names[i - 1]) == 0) continue;
@@ -356,8 +364,10 @@ static ql_status open_dir(ql_st *st, const char *dir)
     if (ql_path_is_file(path)) return open_index(st, dir, path);
     QL_TRY(ql_path_join(path, dir, "pytorch_model.bin"));
     if (ql_path_is_file(path))
-        QL_FAIL(QL_ENOSUP, "%s holds pytorch_model.bin only; safetensors are needed (save it again with "
-                "model.save_pretrained)", dir);
+        QL_FAIL(QL_ENOSUP,
+                "%s holds pytorch_model.bin only; safetensors are needed (save it again with "
+                "model.save_pretrained)",
+                dir);
     QL_FAIL(QL_EINVAL, "%s has neither model.safetensors nor model.safetensors.index.json", dir);
 }
 
@@ -410,8 +420,10 @@ const ql_st_tensor *ql_st_find(const ql_st *st, const char *name)
         int64_t mid = lo + (hi - lo) / 2;
         int c = strcmp(name, st->tensor[mid].name);
         if (c == 0) return &st->tensor[mid];
-        if (c < 0) hi = mid;
-        else lo = mid + 1;
+        if (c < 0)
+            hi = mid;
+        else
+            lo = mid + 1;
     }
     return NULL;
 }
@@ -436,7 +448,8 @@ void ql_st_done_with(const ql_st *st, const void *p, int64_t n)
 {
     /* Whole pages inside the range only: its neighbours may be in use. */
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
-    uintptr_t a = ((uintptr_t)p + page - 1) / page * page, b = ((uintptr_t)p + (uintptr_t)n) / page * page;
+    uintptr_t a = ((uintptr_t)p + page - 1) / page * page,
+              b = ((uintptr_t)p + (uintptr_t)n) / page * page;
     for (int i = 0; i < st->files; i++) {
         uintptr_t lo = (uintptr_t)st->file[i].map, hi = lo + st->file[i].size;
         if (a >= lo && b <= hi && a < b) (void)madvise((void *)a, b - a, MADV_DONTNEED);

@@ -1,4 +1,5 @@
-/* Writing: the header is complete before the first byte of data, so tensors may come in any order. */
+/* Writing: the header is complete before the first byte of data, so tensors may come in any order.
+ */
 #include "core/safetensors.h"
 
 #include "core/file.h"
@@ -61,8 +62,8 @@ static ql_status lay_out(ql_st_writer *w, const ql_st_decl *decls, const ql_st_d
             json_decref(shape);
             QL_FAIL(QL_EINTERNAL, "safetensors: '%s' is declared twice", d->name);
         }
-        json_t *v = json_pack("{s:s, s:o, s:[I, I]}", "dtype", ql_st_dtype_name(d->dtype), "shape", shape,
-                              "data_offsets", (json_int_t)s->at, (json_int_t)at);
+        json_t *v = json_pack("{s:s, s:o, s:[I, I]}", "dtype", ql_st_dtype_name(d->dtype), "shape",
+                              shape, "data_offsets", (json_int_t)s->at, (json_int_t)at);
         if (json_object_set_new(header, d->name, v) != 0)
             QL_FAIL(QL_EINVAL, "safetensors: '%.200s' cannot be written as a name", d->name);
     }
@@ -118,7 +119,8 @@ ql_status ql_st_create(const char *path, const ql_st_decl *decls, int64_t n,
     }
     if (meta && meta[0]) {
         json_t *m = json_object();
-        for (int i = 0; meta[i]; i += 2) (void)json_object_set_new(m, meta[i], json_string(meta[i + 1]));
+        for (int i = 0; meta[i]; i += 2)
+            (void)json_object_set_new(m, meta[i], json_string(meta[i + 1]));
         (void)json_object_set_new(header, "__metadata__", m);
     }
     QL_GO(lay_out(w, decls, sorted, header));

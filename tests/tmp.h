@@ -23,7 +23,8 @@ static inline void tmp_clean(void)
     if (tmp_owner == (long)getpid()) nftw(tmp_root, tmp_remove, 16, FTW_DEPTH | FTW_PHYS);
 }
 
-/* The path of `name` in a fresh folder of this program; slots rotate, so a few are valid at once. */
+/* The path of `name` in a fresh folder of this program; slots rotate, so a few are valid at once.
+ */
 static inline const char *tmp_path(const char *name)
 {
     static char paths[16][QL_PATH_MAX];
@@ -62,7 +63,8 @@ static inline void tmp_text(const char *dir, const char *name, const char *text)
     tmp_write(p, text, strlen(text));
 }
 
-/* A safetensors file from its header's text and `data` bytes of zeros; header_size < 0: the true one. */
+/* A safetensors file from its header's text and `data` bytes of zeros; header_size < 0: the true
+ * one. */
 static inline void tmp_safetensors(const char *path, const char *header, long long header_size,
                                    size_t data)
 {

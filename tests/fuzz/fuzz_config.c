@@ -9,7 +9,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 static void check(const ql_config *c)
 {
     float inv[512];
-    if (c->head_dim % 2 || c->head_dim / 2 > 512 || c->heads % c->kv_heads || c->layers < 1) abort();
+    if (c->head_dim % 2 || c->head_dim / 2 > 512 || c->heads % c->kv_heads || c->layers < 1)
+        abort();
     if (ql_config_params(c) <= 0 || c->window < 0 || c->window_from > c->layers) abort();
     ql_rope_inv_freq(c, inv);
     for (int64_t i = 0; i < c->head_dim / 2; i++)

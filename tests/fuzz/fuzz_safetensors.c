@@ -1,5 +1,5 @@
-/* Any bytes as a .safetensors file: it opens, and then every byte of every tensor can be read, or it
- * fails with a text. */
+/* Any bytes as a .safetensors file: it opens, and then every byte of every tensor can be read, or
+ * it fails with a text. */
 #include "core/safetensors.h"
 
 #include <stdio.h>

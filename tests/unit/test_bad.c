@@ -57,7 +57,8 @@ TEST(indexes)
 {
     const char *dir = tmp_dir("indexes");
     char p[QL_PATH_MAX];
-    static const char *const shards[][2] = {{"a.safetensors", "xy"}, {"b.safetensors", "zw"}, {"dup.safetensors", "yx"}};
+    static const char *const shards[][2] = {
+        {"a.safetensors", "xy"}, {"b.safetensors", "zw"}, {"dup.safetensors", "yx"}};
     for (int i = 0; i < 3; i++) {
         char header[256];
         snprintf(header, sizeof header,
@@ -74,7 +75,8 @@ TEST(indexes)
     }
     ql_st *st = NULL;
     tmp_text(dir, "model.safetensors.index.json",
-             "{\"weight_map\":{\"x\":\"a.safetensors\",\"y\":\"a.safetensors\",\"z\":\"b.safetensors\"}}");
+             "{\"weight_map\":{\"x\":\"a.safetensors\",\"y\":\"a.safetensors\",\"z\":\"b."
+             "safetensors\"}}");
     CHECK_OK(ql_st_open(dir, &st));
     ql_st_close(st);
 }
@@ -93,13 +95,15 @@ TEST(folders)
     tmp_text(dir, "adapter_config.json", "{}");
     CHECK_FAILS(ql_model_open(dir, &m), QL_EINVAL, "is a PEFT adapter, not a model");
     CHECK(mkfifo(tmp_path("folders/model.safetensors"), 0600) == 0);
-    CHECK_FAILS(ql_st_open(tmp_path("folders/model.safetensors"), &st), QL_EINVAL, "not a regular file");
+    CHECK_FAILS(ql_st_open(tmp_path("folders/model.safetensors"), &st), QL_EINVAL,
+                "not a regular file");
 }
 
 TEST(configs)
 {
-    static const char sizes[] = "\"hidden_size\":64,\"intermediate_size\":96,\"num_hidden_layers\":2,"
-                                "\"num_attention_heads\":4,\"vocab_size\":100";
+    static const char sizes[] =
+        "\"hidden_size\":64,\"intermediate_size\":96,\"num_hidden_layers\":2,"
+        "\"num_attention_heads\":4,\"vocab_size\":100";
     for (int i = 0; i < COUNT(bad_configs); i++) {
         const bad_text *b = &bad_configs[i];
         char text[4096], all[512];
@@ -116,18 +120,22 @@ TEST(configs)
             strcat(all, all[0] ? "," : "");
             strcat(all, part);
         }
-        if (at) snprintf(text, sizeof text, "%.*s%s%s", (int)(at - b->text), b->text, all, given);
-        else snprintf(text, sizeof text, "%s", b->text);
+        if (at)
+            snprintf(text, sizeof text, "%.*s%s%s", (int)(at - b->text), b->text, all, given);
+        else
+            snprintf(text, sizeof text, "%s", b->text);
         CHECK_BAD(ql_config_parse(text, strlen(text), "config.json", &c), b);
     }
 }
 
-/* ---- a whole tiny model with one change ---------------------------------------------------------- */
+/* ---- a whole tiny model with one change
+ * ---------------------------------------------------------- */
 
-#define STATE "{\"quant_type\":\"nf4\",\"blocksize\":64,\"dtype\":\"bfloat16\",\"shape\":[32,48],"            \
-              "\"nested_blocksize\":256,\"nested_dtype\":\"float32\",\"nested_offset\":0.5}"
-#define P     "model.layers.0."
-#define DOWN  P "mlp.down_proj.weight"
+#define STATE                                                                                      \
+    "{\"quant_type\":\"nf4\",\"blocksize\":64,\"dtype\":\"bfloat16\",\"shape\":[32,48],"           \
+    "\"nested_blocksize\":256,\"nested_dtype\":\"float32\",\"nested_offset\":0.5}"
+#define P    "model.layers.0."
+#define DOWN P "mlp.down_proj.weight"
 
 static const ql_st_decl whole[] = {
     {"model.embed_tokens.weight", QL_BF16, 2, {10, 32}},
@@ -188,8 +196,10 @@ static const char *model_dir(void)
 {
     const char *dir = tmp_dir("whole");
     tmp_text(dir, "config.json",
-             "{\"model_type\":\"llama\",\"hidden_size\":32,\"intermediate_size\":48,\"num_hidden_layers\":1,"
-             "\"num_attention_heads\":4,\"num_key_value_heads\":2,\"vocab_size\":10,\"tie_word_embeddings\":true}");
+             "{\"model_type\":\"llama\",\"hidden_size\":32,\"intermediate_size\":48,\"num_hidden_"
+             "layers\":1,"
+             "\"num_attention_heads\":4,\"num_key_value_heads\":2,\"vocab_size\":10,\"tie_word_"
+             "embeddings\":true}");
     return dir;
 }
 
@@ -212,12 +222,14 @@ TEST(tensors)
     CHECK(m == NULL);
 }
 
-/* Cut at every length, and with every bit of the header flipped, the file opens or fails, no more. */
+/* Cut at every length, and with every bit of the header flipped, the file opens or fails, no more.
+ */
 TEST(every_cut_and_every_flip)
 {
     const char *p = tmp_path("sweep.safetensors");
-    static const char header[] = "{\"__metadata__\":{\"format\":\"pt\"},\"a\":{\"dtype\":\"F16\",\"shape\":[2,2],"
-                                 "\"data_offsets\":[0,8]},\"bc\":{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[8,9]}}";
+    static const char header[] =
+        "{\"__metadata__\":{\"format\":\"pt\"},\"a\":{\"dtype\":\"F16\",\"shape\":[2,2],"
+        "\"data_offsets\":[0,8]},\"bc\":{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[8,9]}}";
     enum { N = 8 + sizeof header - 1 + 9 };
     char whole_file[N] = {0}, file[N];
     int opened = 0;
@@ -241,28 +253,38 @@ TEST(every_cut_and_every_flip)
         ql_error_clear();
         ql_st_close(st);
     }
-    CHECK_MSG(opened > 0 && opened < 8 * (N - 9) / 3, "%d flips of %d are accepted", opened, 8 * (N - 9));
+    CHECK_MSG(opened > 0 && opened < 8 * (N - 9) / 3, "%d flips of %d are accepted", opened,
+              8 * (N - 9));
 }
 
 TEST(adapters)
 {
-    ql_config m = {.arch = QL_LLAMA, .hidden = 64, .layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 16, .ffn = 96,
+    ql_config m = {.arch = QL_LLAMA,
+                   .hidden = 64,
+                   .layers = 2,
+                   .heads = 4,
+                   .kv_heads = 2,
+                   .head_dim = 16,
+                   .ffn = 96,
                    .vocab = 100};
     const char *dir = tmp_dir("adapters");
     ql_lora *l = NULL;
-    CHECK_FAILS(ql_lora_open(dir, &m, &l), QL_EINVAL, "has no adapter_config.json: not a PEFT adapter");
+    CHECK_FAILS(ql_lora_open(dir, &m, &l), QL_EINVAL,
+                "has no adapter_config.json: not a PEFT adapter");
     for (int i = 0; i < COUNT(bad_adapters); i++) {
         tmp_text(dir, "adapter_config.json", bad_adapters[i].text);
         CHECK_BAD(ql_lora_open(dir, &m, &l), &bad_adapters[i]);
     }
-    /* In a job a name that matches nothing is an error even beside others; in a saved adapter it is not. */
+    /* In a job a name that matches nothing is an error even beside others; in a saved adapter it is
+     * not. */
     static const char some[] = "{\"target_modules\":[\"q_proj\",\"query_key_value\"]}";
     json_t *o = NULL;
     ql_lora_config c = {0};
     CHECK_OK(ql_json_parse(some, sizeof some - 1, "job", &o));
     CHECK_OK(ql_lora_config_parse(o, "job", &c));
     json_decref(o);
-    CHECK_FAILS(ql_lora_build(&m, &c, &l), QL_EINVAL, "'query_key_value' matches no module; there are q_proj");
+    CHECK_FAILS(ql_lora_build(&m, &c, &l), QL_EINVAL,
+                "'query_key_value' matches no module; there are q_proj");
     tmp_text(dir, "adapter_config.json", some);
     CHECK_OK(ql_lora_open(dir, &m, &l));
     ql_lora_close(l);
@@ -271,33 +293,50 @@ TEST(adapters)
 /* adapter_model.safetensors against a config of q_proj in one layer, r 2: one change each. */
 TEST(adapter_tensors)
 {
-#define A "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-#define B "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
-#define T_A         "\"" A "\":{\"dtype\":\"F32\",\"shape\":[2,64],\"data_offsets\":[0,512]}"
-#define T_B         "\"" B "\":{\"dtype\":\"F32\",\"shape\":[64,2],\"data_offsets\":[512,1024]}"
-#define EXTRA(name) "{" T_A "," T_B ",\"" name "\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[1024,1028]}}"
+#define A   "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+#define B   "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+#define T_A "\"" A "\":{\"dtype\":\"F32\",\"shape\":[2,64],\"data_offsets\":[0,512]}"
+#define T_B "\"" B "\":{\"dtype\":\"F32\",\"shape\":[64,2],\"data_offsets\":[512,1024]}"
+#define EXTRA(name)                                                                                \
+    "{" T_A "," T_B ",\"" name "\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[1024,1028]}" \
+                               "}"
     static const struct {
         const char *name, *header;
         size_t data;
         const char *message;
     } k[] = {
-        {"misspelt", "{" T_A ",\"base_model.model.model.layers.0.self_attn.q_proj.lora_b.weight\":{\"dtype\":\"F32\","
-                     "\"shape\":[64,2],\"data_offsets\":[512,1024]}}", 1024,
-         "q_proj.lora_b.weight' is not part of the adapter that adapter_config.json describes; '" B "' is missing"},
+        {"misspelt",
+         "{" T_A
+         ",\"base_model.model.model.layers.0.self_attn.q_proj.lora_b.weight\":{\"dtype\":\"F32\","
+         "\"shape\":[64,2],\"data_offsets\":[512,1024]}}",
+         1024,
+         "q_proj.lora_b.weight' is not part of the adapter that adapter_config.json describes; '" B
+         "' is missing"},
         {"missing", "{" T_A "}", 512, "tensor '" B "' is missing (1 of 2 are there)"},
         {"empty", "{}", 0, "tensor '" A "' is missing (0 of 2 are there)"},
-        {"DoRA", EXTRA("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"), 1028,
-         "belongs to DoRA, which is not supported"},
-        {"bias", EXTRA("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias"), 1028, "belongs to lora_bias"},
-        {"saved module", EXTRA("base_model.model.lm_head.weight"), 1028, "belongs to modules_to_save"},
-        {"embedding", EXTRA("base_model.model.model.embed_tokens.lora_embedding_A"), 1028, "is an embedding's adapter"},
-        {"wrong rank", "{\"" A "\":{\"dtype\":\"F32\",\"shape\":[3,64],\"data_offsets\":[0,768]},\"" B
-                       "\":{\"dtype\":\"F32\",\"shape\":[64,2],\"data_offsets\":[768,1280]}}", 1280,
-         "'" A "' has shape [3, 64], expected [2, 64]"},
-        {"integers", "{\"" A "\":{\"dtype\":\"I32\",\"shape\":[2,64],\"data_offsets\":[0,512]}," T_B "}", 1024,
+        {"DoRA", EXTRA("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"),
+         1028, "belongs to DoRA, which is not supported"},
+        {"bias", EXTRA("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias"), 1028,
+         "belongs to lora_bias"},
+        {"saved module", EXTRA("base_model.model.lm_head.weight"), 1028,
+         "belongs to modules_to_save"},
+        {"embedding", EXTRA("base_model.model.model.embed_tokens.lora_embedding_A"), 1028,
+         "is an embedding's adapter"},
+        {"wrong rank",
+         "{\"" A "\":{\"dtype\":\"F32\",\"shape\":[3,64],\"data_offsets\":[0,768]},\"" B
+         "\":{\"dtype\":\"F32\",\"shape\":[64,2],\"data_offsets\":[768,1280]}}",
+         1280, "'" A "' has shape [3, 64], expected [2, 64]"},
+        {"integers",
+         "{\"" A "\":{\"dtype\":\"I32\",\"shape\":[2,64],\"data_offsets\":[0,512]}," T_B "}", 1024,
          "has dtype int32; supported: float32"},
     };
-    ql_config m = {.arch = QL_LLAMA, .hidden = 64, .layers = 1, .heads = 4, .kv_heads = 2, .head_dim = 16, .ffn = 96,
+    ql_config m = {.arch = QL_LLAMA,
+                   .hidden = 64,
+                   .layers = 1,
+                   .heads = 4,
+                   .kv_heads = 2,
+                   .head_dim = 16,
+                   .ffn = 96,
                    .vocab = 100};
     const char *dir = tmp_dir("tensors");
     char p[QL_PATH_MAX];
@@ -317,16 +356,20 @@ TEST(adapter_tensors)
     CHECK_OK(ql_lora_read(l, dir, flat));
     /* One NaN in B, at element 5 of 128. */
     FILE *f = fopen(p, "r+b");
-    CHECK(f && fseek(f, -512 + 5 * 4, SEEK_END) == 0 && fwrite("\0\0\xc0\x7f", 1, 4, f) == 4 && fclose(f) == 0);
-    CHECK_FAILS(ql_lora_read(l, dir, flat), QL_EINVAL, "'" B "' has a value that is not finite at [2, 1]");
+    CHECK(f && fseek(f, -512 + 5 * 4, SEEK_END) == 0 && fwrite("\0\0\xc0\x7f", 1, 4, f) == 4 &&
+          fclose(f) == 0);
+    CHECK_FAILS(ql_lora_read(l, dir, flat), QL_EINVAL,
+                "'" B "' has a value that is not finite at [2, 1]");
     ql_lora_close(l);
 }
 
 TEST(the_corpus_is_large_enough)
 {
-    CHECK(COUNT(bad_safetensors_files) + COUNT(bad_indexes) + COUNT(bad_configs) + COUNT(bad_tensors) +
-              COUNT(bad_states) + COUNT(bad_adapters) >= 150);
+    CHECK(COUNT(bad_safetensors_files) + COUNT(bad_indexes) + COUNT(bad_configs) +
+              COUNT(bad_tensors) + COUNT(bad_states) + COUNT(bad_adapters) >=
+          150);
 }
 
-TEST_MAIN(T(safetensors), T(indexes), T(folders), T(configs), T(tensors), T(every_cut_and_every_flip), T(adapters),
-          T(adapter_tensors), T(the_corpus_is_large_enough))
+TEST_MAIN(T(safetensors), T(indexes), T(folders), T(configs), T(tensors),
+          T(every_cut_and_every_flip), T(adapters), T(adapter_tensors),
+          T(the_corpus_is_large_enough))

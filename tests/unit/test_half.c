@@ -4,7 +4,8 @@
 /* Independent references from the definitions: value = (-1)^s · 2^(e-bias) · 1.m */
 static double value16(uint16_t h, int ebits, int mbits)
 {
-    int e = (h >> mbits) & ((1 << ebits) - 1), m = h & ((1 << mbits) - 1), bias = (1 << (ebits - 1)) - 1;
+    int e = (h >> mbits) & ((1 << ebits) - 1), m = h & ((1 << mbits) - 1),
+        bias = (1 << (ebits - 1)) - 1;
     double s = h & 0x8000 ? -1.0 : 1.0;
     if (e == (1 << ebits) - 1) return m ? (double)NAN : s * INFINITY;
     if (e == 0) return s * ldexp(m, 1 - bias - mbits);
@@ -36,7 +37,8 @@ TEST(all_values_round_trip)
     }
 }
 
-/* Between any two neighbours the midpoint goes to the even one, and its fp32 neighbours to theirs. */
+/* Between any two neighbours the midpoint goes to the even one, and its fp32 neighbours to theirs.
+ */
 static int midpoints(uint16_t (*narrow)(float), float (*widen)(uint16_t), uint16_t max)
 {
     int bad = 0;

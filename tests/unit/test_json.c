@@ -11,7 +11,8 @@ static json_t *obj(const char *text)
 
 TEST(getters)
 {
-    json_t *o = obj("{\"a\": 3, \"b\": -3, \"c\": 1.5, \"d\": \"s\", \"e\": true, \"f\": null, \"g\": 2.0}");
+    json_t *o = obj(
+        "{\"a\": 3, \"b\": -3, \"c\": 1.5, \"d\": \"s\", \"e\": true, \"f\": null, \"g\": 2.0}");
     int64_t i = 7;
     double d = 0;
     bool b = false;
@@ -78,6 +79,16 @@ TEST(files)
     json_decref(o);
 }
 
+TEST(folders)
+{
+    CHECK_OK(ql_path_mkdirs(tmp_path("a/b//c/")));
+    CHECK(ql_path_is_dir(tmp_path("a/b/c")) && !ql_path_is_file(tmp_path("a/b")));
+    CHECK_OK(ql_path_mkdirs(tmp_path("a/b/c")));
+    tmp_write(tmp_path("a/file"), "x", 1);
+    CHECK_FAILS(ql_path_mkdirs(tmp_path("a/file/d")), QL_EIO, "cannot make the folder");
+    CHECK_FAILS(ql_path_mkdirs(""), QL_EINVAL, "empty name");
+}
+
 TEST(show_is_cut_between_characters)
 {
     json_t *v = json_string("äääääääääääääääääääääääääääääääääääääääääääääääääääääääääää");
@@ -90,4 +101,4 @@ TEST(show_is_cut_between_characters)
     json_decref(valid);
 }
 
-TEST_MAIN(T(getters), T(bad_text), T(files), T(show_is_cut_between_characters))
+TEST_MAIN(T(getters), T(bad_text), T(files), T(folders), T(show_is_cut_between_characters))

@@ -6,8 +6,14 @@
 
 static ql_config tiny(int64_t layers)
 {
-    ql_config c = {.arch = QL_LLAMA, .hidden = 64, .layers = layers, .heads = 4, .kv_heads = 2, .head_dim = 16,
-                   .ffn = 96, .vocab = 100};
+    ql_config c = {.arch = QL_LLAMA,
+                   .hidden = 64,
+                   .layers = layers,
+                   .heads = 4,
+                   .kv_heads = 2,
+                   .head_dim = 16,
+                   .ffn = 96,
+                   .vocab = 100};
     return c;
 }
 
@@ -44,24 +50,32 @@ TEST(selection_rules)
     } k[] = {
         {"{}", "qv qv qv"},
         {"{\"target_modules\":\"all-linear\"}", "qkvogud qkvogud qkvogud"},
-        {"{\"target_modules\":\"ALL-LINEAR\",\"exclude_modules\":[\"o_proj\",\"layers.1.mlp.up_proj\"]}",
+        {"{\"target_modules\":\"ALL-LINEAR\",\"exclude_modules\":[\"o_proj\",\"layers.1.mlp.up_"
+         "proj\"]}",
          "qkvgud qkvgd qkvgud"},
         {"{\"target_modules\":[\"q_proj\",\"mlp.down_proj\"]}", "qd qd qd"},
         {"{\"target_modules\":[\"model.layers.1.self_attn.k_proj\"]}", " k "},
         {"{\"target_modules\":\".*layers\\\\.[02]\\\\..*(q|v)_proj\"}", "qv  qv"},
         {"{\"target_modules\":\"model.layers.0.self_attn.q_proj\"}", "q  "},
         {"{\"target_modules\":[\"q_proj\",\"v_proj\"],\"layers_to_transform\":[2,0]}", "qv  qv"},
-        {"{\"target_modules\":[\"q_proj\"],\"layers_to_transform\":1,\"layers_pattern\":\"layers\"}", " q "},
-        {"{\"target_modules\":[\"q_proj\"],\"layers_to_transform\":1,\"layers_pattern\":[\"h\",\"lay(er)s\"]}", " q "},
-        {"{\"target_modules\":[\"q_proj\",\"model.layers.0.mlp.up_proj\"],\"layers_to_transform\":[1]}", "u q "},
-        {"{\"target_modules\":\".*_proj\",\"exclude_modules\":\".*(gate|up|down)_proj\"}", "qkvo qkvo qkvo"},
+        {"{\"target_modules\":[\"q_proj\"],\"layers_to_transform\":1,\"layers_pattern\":"
+         "\"layers\"}",
+         " q "},
+        {"{\"target_modules\":[\"q_proj\"],\"layers_to_transform\":1,\"layers_pattern\":[\"h\","
+         "\"lay(er)s\"]}",
+         " q "},
+        {"{\"target_modules\":[\"q_proj\",\"model.layers.0.mlp.up_proj\"],\"layers_to_transform\":["
+         "1]}",
+         "u q "},
+        {"{\"target_modules\":\".*_proj\",\"exclude_modules\":\".*(gate|up|down)_proj\"}",
+         "qkvo qkvo qkvo"},
     };
     ql_config m = tiny(3);
     for (size_t i = 0; i < sizeof k / sizeof *k; i++) {
         ql_lora *l = NULL;
         CHECK_OK(make(&m, k[i].settings, &l));
-        CHECK_MSG(strcmp(chosen(l), k[i].chosen) == 0, "%s chooses '%s', not '%s'", k[i].settings, chosen(l),
-                  k[i].chosen);
+        CHECK_MSG(strcmp(chosen(l), k[i].chosen) == 0, "%s chooses '%s', not '%s'", k[i].settings,
+                  chosen(l), k[i].chosen);
         ql_lora_close(l);
     }
 }
@@ -70,12 +84,16 @@ TEST(ranks_scales_and_layout)
 {
     ql_config m = tiny(2);
     ql_lora *l = NULL;
-    CHECK_OK(make(&m, "{\"target_modules\":\"all-linear\",\"r\":4,\"lora_alpha\":6,\"rank_pattern\":{\"down_proj\":2,"
-                      "\"layers.0.self_attn.q_proj\":70},\"alpha_pattern\":{\"^model.*o_proj\":16}}", &l));
+    CHECK_OK(make(&m,
+                  "{\"target_modules\":\"all-linear\",\"r\":4,\"lora_alpha\":6,\"rank_pattern\":{"
+                  "\"down_proj\":2,"
+                  "\"layers.0.self_attn.q_proj\":70},\"alpha_pattern\":{\"^model.*o_proj\":16}}",
+                  &l));
     const ql_lora_target *q = ql_lora_find(l, 0, QL_Q), *d = ql_lora_find(l, 1, QL_DOWN),
                          *o = ql_lora_find(l, 1, QL_O), *k = ql_lora_find(l, 0, QL_K);
     CHECK(q->r == 70 && d->r == 2 && o->r == 4 && ql_lora_find(l, 1, QL_Q)->r == 4);
-    CHECK(q->scale == (float)(6.0 / 70) && d->scale == 3.0f && o->scale == 4.0f && o->alpha == 16.0);
+    CHECK(q->scale == (float)(6.0 / 70) && d->scale == 3.0f && o->scale == 4.0f &&
+          o->alpha == 16.0);
     CHECK(q->a == 0 && q->a_len == 8192 && q->b == 8192 && q->b_len == 8192 && k->a == 16384);
     CHECK(k->n == 32 && k->k == 64 && d->k == 96 && d->n == 64);
     CHECK_INT(l->elements % QL_LORA_PAD, 0);
@@ -89,13 +107,20 @@ TEST(ranks_scales_and_layout)
 
 TEST(line_of_llama_8b)
 {
-    ql_config m = {.arch = QL_LLAMA, .hidden = 4096, .layers = 32, .heads = 32, .kv_heads = 8, .head_dim = 128,
-                   .ffn = 14336, .vocab = 128256};
+    ql_config m = {.arch = QL_LLAMA,
+                   .hidden = 4096,
+                   .layers = 32,
+                   .heads = 32,
+                   .kv_heads = 8,
+                   .head_dim = 128,
+                   .ffn = 14336,
+                   .vocab = 128256};
     ql_lora *l = NULL;
     char line[200];
     CHECK_OK(make(&m, "{\"r\":16,\"target_modules\":\"all-linear\"}", &l));
     ql_lora_summary(l, &m, line, sizeof line);
-    CHECK_STR(line, "trainable params: 41,943,040 || all params: 8,072,204,288 || trainable%: 0.5196");
+    CHECK_STR(line,
+              "trainable params: 41,943,040 || all params: 8,072,204,288 || trainable%: 0.5196");
     ql_lora_close(l);
 }
 
@@ -105,7 +130,8 @@ TEST(first_values)
     ql_lora *all = NULL, *one = NULL, *g = NULL;
     CHECK_OK(make(&m, "{\"r\":64,\"target_modules\":\"all-linear\"}", &all));
     CHECK_OK(make(&m, "{\"r\":64,\"target_modules\":[\"k_proj\"]}", &one));
-    CHECK_OK(make(&m, "{\"r\":64,\"target_modules\":[\"k_proj\"],\"init_lora_weights\":\"gaussian\"}", &g));
+    CHECK_OK(make(
+        &m, "{\"r\":64,\"target_modules\":[\"k_proj\"],\"init_lora_weights\":\"gaussian\"}", &g));
     float *a = malloc((size_t)all->elements * 4), *b = malloc((size_t)one->elements * 4),
           *c = malloc((size_t)g->elements * 4);
     CHECK(a && b && c);
@@ -114,7 +140,8 @@ TEST(first_values)
     ql_lora_init(g, 42, c);
     const ql_lora_target *x = ql_lora_find(all, 1, QL_K), *y = ql_lora_find(one, 1, QL_K);
     int64_t n = x->r * x->k;
-    CHECK_MSG(memcmp(a + x->a, b + y->a, (size_t)n * 4) == 0, "a tensor's values depend on the other targets");
+    CHECK_MSG(memcmp(a + x->a, b + y->a, (size_t)n * 4) == 0,
+              "a tensor's values depend on the other targets");
     double s = 0, s2 = 0, g2 = 0, top = 0;
     for (int64_t i = 0; i < n; i++) {
         s += (double)b[y->a + i], s2 += (double)b[y->a + i] * (double)b[y->a + i];
@@ -127,7 +154,8 @@ TEST(first_values)
     CHECK_CLOSE(g2 / (double)n * 4096.0, 1.0, 0.04);
     for (int64_t i = 0; i < one->elements; i++) {
         bool in_a = (i >= y->a && i < y->a + n) || i < n;
-        CHECK_MSG(in_a ? b[i] != 0.0f : b[i] == 0.0f, "element %lld is %g", (long long)i, (double)b[i]);
+        CHECK_MSG(in_a ? b[i] != 0.0f : b[i] == 0.0f, "element %lld is %g", (long long)i,
+                  (double)b[i]);
     }
     ql_lora_init(one, 43, b);
     CHECK(memcmp(a + x->a, b + y->a, (size_t)n * 4) != 0);
@@ -142,9 +170,13 @@ TEST(save_and_read_back)
     for (int d = 0; d < 3; d++) {
         const char *dir = tmp_dir("adapter/deep");
         ql_lora *l = NULL, *back = NULL;
-        CHECK_OK(make(&m, "{\"r\":3,\"lora_alpha\":5,\"lora_dropout\":0.1,\"target_modules\":[\"q_proj\",\"up_proj\"],"
-                          "\"use_rslora\":true,\"init_lora_weights\":false,\"rank_pattern\":{\"up_proj\":5},"
-                          "\"layers_to_transform\":[1],\"base_model_name_or_path\":\"me/\\\"tiny\\\"\"}", &l));
+        CHECK_OK(
+            make(&m,
+                 "{\"r\":3,\"lora_alpha\":5,\"lora_dropout\":0.1,\"target_modules\":[\"q_proj\","
+                 "\"up_proj\"],"
+                 "\"use_rslora\":true,\"init_lora_weights\":false,\"rank_pattern\":{\"up_proj\":5},"
+                 "\"layers_to_transform\":[1],\"base_model_name_or_path\":\"me/\\\"tiny\\\"\"}",
+                 &l));
         float *x = malloc((size_t)l->elements * 4), *y = malloc((size_t)l->elements * 4);
         CHECK(x && y);
         ql_lora_init(l, 7, x);
@@ -152,7 +184,8 @@ TEST(save_and_read_back)
         CHECK_OK(ql_lora_save(l, x, dtypes[d], dir));
         CHECK_OK(ql_lora_open(dir, &m, &back));
         CHECK(back->elements == l->elements && back->count == 2 && back->target[1].r == 5);
-        CHECK(back->cfg.dropout == 0.1 && back->cfg.rslora && back->target[0].scale == l->target[0].scale);
+        CHECK(back->cfg.dropout == 0.1 && back->cfg.rslora &&
+              back->target[0].scale == l->target[0].scale);
         CHECK_STR(back->cfg.base, "me/\"tiny\"");
         CHECK_OK(ql_lora_read(back, dir, y));
         for (int64_t i = 0; i < l->elements; i++) CHECK(y[i] == ql_float_round(x[i], dtypes[d]));
@@ -161,7 +194,8 @@ TEST(save_and_read_back)
     }
 }
 
-/* Adapters that PEFT wrote: the golden cases, one with patterns, one with rsLoRA, one on three linears. */
+/* Adapters that PEFT wrote: the golden cases, one with patterns, one with rsLoRA, one on three
+ * linears. */
 TEST(adapters_of_peft)
 {
     static const char *const cases[] = {"llama", "mistral", "qwen2", "qwen3"};
@@ -202,7 +236,8 @@ TEST(a_slow_pattern_is_stopped)
 {
     ql_config m = tiny(1);
     ql_lora *l = NULL;
-    CHECK_FAILS(make(&m, "{\"target_modules\":\"(([a-z_.0-9]+)+)+[!?]\"}", &l), QL_EINVAL, "takes too long on");
+    CHECK_FAILS(make(&m, "{\"target_modules\":\"(([a-z_.0-9]+)+)+[!?]\"}", &l), QL_EINVAL,
+                "takes too long on");
 }
 
 TEST_MAIN(T(selection_rules), T(ranks_scales_and_layout), T(line_of_llama_8b), T(first_values),

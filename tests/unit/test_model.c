@@ -43,7 +43,8 @@ TEST(quantised_folders)
             for (int w = 0; w < QL_LINEARS; w++) {
                 const ql_weight *q = &m->block[l].w[w];
                 if (q->kind == QL_PLAIN) {
-                    CHECK(q->skip && q->bytes == q->rows * q->cols * (int64_t)ql_dtype_size(q->dtype));
+                    CHECK(q->skip &&
+                          q->bytes == q->rows * q->cols * (int64_t)ql_dtype_size(q->dtype));
                     plain++;
                     continue;
                 }
@@ -51,7 +52,8 @@ TEST(quantised_folders)
                 CHECK_INT(q->bytes, (q->rows * q->cols + 1) / 2);
                 CHECK(q->quant_map[0] == -1.0f && q->quant_map[15] == 1.0f);
                 CHECK((q->nested_block == 256) == m->cfg.quant.nested);
-                CHECK(!q->nested_block || (q->nested_absmax && q->nested_map && q->nested_offset > 0));
+                CHECK(!q->nested_block ||
+                      (q->nested_absmax && q->nested_map && q->nested_offset > 0));
             }
         }
         ql_model_done_with(m, m->block[0].w[0].data, m->block[0].w[0].bytes);
@@ -74,7 +76,8 @@ TEST(config_alone_promises_the_same)
                 const ql_weight *a = &m->block[l].w[w], *b = &p->block[l].w[w];
                 CHECK_STR(b->name, a->name);
                 CHECK(a->kind == b->kind && a->bytes == b->bytes && a->blocks == b->blocks);
-                CHECK(a->nested_block == b->nested_block && a->dtype == b->dtype && a->skip == b->skip);
+                CHECK(a->nested_block == b->nested_block && a->dtype == b->dtype &&
+                      a->skip == b->skip);
             }
             CHECK_STR(p->block[l].norm_ffn.name, m->block[l].norm_ffn.name);
         }
@@ -83,7 +86,8 @@ TEST(config_alone_promises_the_same)
     }
 }
 
-/* Opening must not touch the pages of weights: a sparse 2 GiB file is opened, and none of it gets in. */
+/* Opening must not touch the pages of weights: a sparse 2 GiB file is opened, and none of it gets
+ * in. */
 TEST(opening_reads_headers_only)
 {
     const char *dir = tmp_dir("big");
@@ -104,17 +108,20 @@ TEST(opening_reads_headers_only)
                                         "model.layers.0.post_attention_layernorm.weight",
                                         "model.norm.weight"};
     tmp_text(dir, "config.json",
-             "{\"model_type\":\"llama\",\"hidden_size\":512,\"intermediate_size\":64,\"num_hidden_layers\":1,"
+             "{\"model_type\":\"llama\",\"hidden_size\":512,\"intermediate_size\":64,\"num_hidden_"
+             "layers\":1,"
              "\"num_attention_heads\":8,\"vocab_size\":1048576,\"tie_word_embeddings\":true}");
     for (int i = 0; i < 11; i++) {
         int64_t rows = i == 0 ? V : i < 5 ? C : i < 7 ? 64 : C, cols = i == 7 ? 64 : C;
         int64_t bytes = 2 * (i < 8 ? rows * cols : C);
         char shape[64];
-        if (i < 8) snprintf(shape, sizeof shape, "[%lld,%lld]", (long long)rows, (long long)cols);
-        else snprintf(shape, sizeof shape, "[%lld]", (long long)C);
+        if (i < 8)
+            snprintf(shape, sizeof shape, "[%lld,%lld]", (long long)rows, (long long)cols);
+        else
+            snprintf(shape, sizeof shape, "[%lld]", (long long)C);
         n += snprintf(header + n, sizeof header - (size_t)n,
-                      "%s\"%s\":{\"dtype\":\"BF16\",\"shape\":%s,\"data_offsets\":[%lld,%lld]}", i ? "," : "",
-                      names[i], shape, (long long)at, (long long)(at + bytes));
+                      "%s\"%s\":{\"dtype\":\"BF16\",\"shape\":%s,\"data_offsets\":[%lld,%lld]}",
+                      i ? "," : "", names[i], shape, (long long)at, (long long)(at + bytes));
         at += bytes;
     }
     snprintf(header + n, sizeof header - (size_t)n, "}");

@@ -8,8 +8,10 @@
 /* Two tensors, written in pieces and out of order. */
 static ql_status write_two(const char *path, float base)
 {
-    static const ql_st_decl d[] = {{"z.half", QL_F16, 1, {3}}, {"a.full", QL_F32, 2, {2, 2}},
-                                   {"scalar", QL_F32, 0, {0}}, {"empty", QL_F32, 1, {0}}};
+    static const ql_st_decl d[] = {{"z.half", QL_F16, 1, {3}},
+                                   {"a.full", QL_F32, 2, {2, 2}},
+                                   {"scalar", QL_F32, 0, {0}},
+                                   {"empty", QL_F32, 1, {0}}};
     static const char *const meta[] = {"format", "pt", NULL};
     uint16_t h[3] = {1, 2, 3};
     float f[4] = {base, base, base, base};
@@ -129,7 +131,8 @@ TEST(shards_and_links)
     CHECK_OK(ql_path_join(p, blobs, "b1"));
     tmp_safetensors(p, "{\"x\":{\"dtype\":\"U8\",\"shape\":[3],\"data_offsets\":[0,3]}}", -1, 3);
     CHECK_OK(ql_path_join(p, blobs, "b2"));
-    tmp_safetensors(p, "{\"y\":{\"dtype\":\"I64\",\"shape\":[1],\"data_offsets\":[0,8]}}   ", -1, 8);
+    tmp_safetensors(p, "{\"y\":{\"dtype\":\"I64\",\"shape\":[1],\"data_offsets\":[0,8]}}   ", -1,
+                    8);
     CHECK_OK(ql_path_join(p, snap, "model-1.safetensors"));
     CHECK(symlink("../../blobs/b1", p) == 0);
     CHECK_OK(ql_path_join(p, snap, "model-2.safetensors"));
