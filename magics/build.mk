@@ -17,7 +17,7 @@ $(MISSING): $(BUILD)/magics/missing.o
 	@rm -f $@
 	ar rcs $@ $^
 
-$(BUILD)/tests/test_magics%: $(MISSING)
+$(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(wildcard tests/unit/test_magics*.c)): $(MISSING)
 $(BUILD)/tests/test_magics%: LDLIBS := $(MISSING) $(LDLIBS)
 
 $(BUILD)/qlora: $(BUILD)/magics/shell_main.o $(MAGICS_LIB) $(LIB) $(MISSING)
