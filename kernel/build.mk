@@ -15,7 +15,7 @@ include $(BUILD)/kernel/python.mk
 ifeq ($(KERNEL_WHY),)
 KERNEL_DIR := $(BUILD)/kernel/$(KERNEL_TAG)
 KERNEL     := $(KERNEL_DIR)/qlora-kernel
-PROGRAMS   += $(KERNEL) kernelspec
+PROGRAMS   += $(KERNEL) $(if $(filter install,$(MAKECMDGOALS)),,kernelspec)
 
 KERNEL_DEFS := -DGUID_LIBUUID -DQLORA_PYTHON='"$(PYTHON)"' \
                -DQLORA_VERSION='$(shell sed -n 's/^.define QL_VERSION  *//p' core/qlora.h)'
@@ -44,4 +44,15 @@ endif
 uninstall:
 	@'$(PYTHON)' kernel/spec.py uninstall
 
-.PHONY: kernelspec install uninstall
+# The main job: the first notebook, executed. Leaves $(BUILD)/demo.ipynb and demo.html.
+JUPYTER_ENV := JUPYTER_PATH=$(abspath $(BUILD))/jupyter PYTHONPATH=$(abspath $(BUILD))/python
+
+demo: setup-python all
+	@$(JUPYTER_ENV) $(BUILD)/venv/bin/python notebooks/execute.py notebooks/01-first-run.ipynb $(BUILD) \
+	    --kernel $(if $(KERNEL_WHY),python3,qlora)
+
+# 1,000 interrupts and 200 kills of the engine: nothing may be lost or left behind. A short run is in `make test`.
+soak: setup-python all
+	@$(JUPYTER_ENV) BUILD=$(BUILD) $(BUILD)/venv/bin/python tests/soak.py
+
+.PHONY: kernelspec install uninstall demo soak

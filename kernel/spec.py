@@ -1,6 +1,6 @@
 """What make asks of a Python and where the kernel spec goes. Run by the Python that the kernel is for:
     spec.py make                               variables for kernel/build.mk
-    spec.py write FOLDER KERNEL BUILD [PYTHON] a spec that uses the build folder
+    spec.py write FOLDER KERNEL BUILD          a spec that uses the build folder and its venv
     spec.py install KERNEL BUILD               a whole copy for this user's Jupyter, named after this Python
     spec.py uninstall
 JUPYTER_DATA_DIR says where Jupyter looks, as it does for Jupyter itself."""
@@ -108,8 +108,7 @@ if what == "make":
     make()
 elif what == "write":
     folder, kernel, build = args[:3]
-    venv = build / "venv/bin/python"
-    write(folder, kernel, venv if venv.exists() else sys.executable, build / "python", "QLoRA (Python)")
+    write(folder, kernel, build / "venv/bin/python", build / "python", "QLoRA (Python)")
 elif what == "install":
     install(*args)
 elif what == "uninstall":
