@@ -55,4 +55,14 @@ demo: setup-python all
 soak: setup-python all
 	@$(JUPYTER_ENV) BUILD=$(BUILD) $(BUILD)/venv/bin/python tests/soak.py
 
-.PHONY: kernelspec install uninstall demo soak
+# Notebook 01 by clicks in JupyterLab and a headless Chromium; screenshots in $(BUILD)/screens.
+test-lab: setup-python all
+ifeq ($(KERNEL_WHY),)
+	@.ci/setup packages chromium
+	@PYTHON='$(PYTHON)' .ci/setup python $(BUILD)/venv-lab tests/requirements-lab.txt
+	@BUILD=$(BUILD) $(BUILD)/venv-lab/bin/python tests/lab.py
+else
+	@echo "test-lab: left out: $(KERNEL_WHY)"
+endif
+
+.PHONY: kernelspec install uninstall demo soak test-lab

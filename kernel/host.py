@@ -186,7 +186,13 @@ def before(code, silent, store_history, user_expressions, allow_stdin):
 
 def run():
     """The only part that a Stop can interrupt. It may raise: then the Stop came between IPython's own handlers."""
-    result = shell.run_cell(cell["code"], store_history=cell["store_history"], silent=cell["silent"])
+    try:
+        result = shell.run_cell(cell["code"], store_history=cell["store_history"], silent=cell["silent"])
+    except BaseException as e:
+        stop = e              # an error of IPython's own that the Stop led to
+        while stop is not None and not isinstance(stop, KeyboardInterrupt):
+            stop = stop.__context__
+        raise stop or e
     if result.success:
         cell["expressions"] = shell.user_expressions(cell["expressions"] or {})
     cell["result"] = result

@@ -1,0 +1,209 @@
+"""Notebook 01 in JupyterLab, in a headless browser, by clicks. Run by `make test-lab` in its own environment (build/venv-lab).
+
+Prints a line for each thing that was seen, keeps screenshots in build/screens, ends with "N passed, N failed, N skipped"."""
+import json, os, re, shutil, signal, socket, subprocess, sys, tempfile, time, urllib.request
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+root = Path(__file__).resolve().parents[1]
+build = (root / os.environ.get("BUILD", "build")).resolve()
+screens = build / "screens"
+seen = {"passed": 0, "failed": 0, "skipped": 0}
+
+
+def check(what, ok, detail=""):
+    seen["passed" if ok else "failed"] += 1
+    print(f"{'ok' if ok else 'not ok'} {what}" + ("" if ok else f": {detail}"), flush=True)
+
+
+def wait_for(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.05)
+    return None
+
+
+class Server:
+    """JupyterLab with our kernel, on a free port, in a folder of its own."""
+
+    def __init__(self, folder):
+        settings = folder / "settings"
+        for name, value in {"apputils-extension/notification": {"checkForUpdates": False, "fetchNews": "false"},
+                            "notebook-extension/tracker": {"windowingMode": "none"}}.items():
+            file = settings / "@jupyterlab" / (name + ".jupyterlab-settings")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(value))
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        env = dict(os.environ, JUPYTER_PATH=str(build / "jupyter"), JUPYTERLAB_SETTINGS_DIR=str(settings),
+                   JUPYTER_CONFIG_DIR=str(folder / "config"), IPYTHONDIR=str(folder / "ipython"), JUPYTERLAB_WORKSPACES_DIR=str(folder / "ws"),
+                   JUPYTER_RUNTIME_DIR=str(folder / "runtime"))
+        self.log = open(screens / "server.log", "w")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--IdentityProvider.token=",
+             f"--ServerApp.root_dir={folder / 'work'}", "--LabApp.news_url=", "--ServerApp.port_retries=0"],
+            env=env, stdout=self.log, stderr=self.log, cwd=folder)
+        self.url = f"http://127.0.0.1:{port}"
+
+        def up():
+            try:
+                return urllib.request.urlopen(self.url + "/api/status", timeout=2).status == 200
+            except OSError:
+                return self.process.poll() is not None
+        if not wait_for(up, 60) or self.process.poll() is not None:
+            sys.exit(f"JupyterLab did not start: {screens / 'server.log'}")
+
+    def close(self):
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self.log.close()
+
+
+class Notebook:
+    """A notebook in the browser. Cells are numbered as in the file."""
+
+    def __init__(self, page, url, name):
+        self.page, self.shots = page, 0
+        page.goto(f"{url}/lab/tree/{name}?reset")
+        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60000)
+        self.idle(60)
+
+    def shot(self, name):
+        self.shots += 1
+        self.page.screenshot(path=screens / f"{self.shots:02d}-{name}.png")
+
+    def cell(self, i):
+        return self.page.locator(".jp-Notebook .jp-Cell").nth(i)
+
+    def count(self):
+        return self.page.locator(".jp-Notebook .jp-Cell").count()
+
+    def idle(self, seconds=60):
+        return wait_for(lambda: self.page.locator('.jp-Toolbar-kernelStatus[data-status="idle"], .jp-Notebook-ExecutionIndicator[data-status="idle"]').count() > 0, seconds)
+
+    def button(self, command):
+        self.page.locator(f'.jp-NotebookPanel-toolbar [data-command="{command}"]').first.click()
+
+    def select(self, i):
+        cell = self.cell(i)
+        cell.scroll_into_view_if_needed()
+        cell.locator(".jp-InputPrompt").first.click()
+        return cell
+
+    def start(self, i):
+        """Runs a cell by the toolbar's button, and leaves it in view."""
+        cell = self.select(i)
+        self.button("notebook:run-cell-and-select-next")
+        return cell
+
+    def prompt(self, i):
+        return self.cell(i).locator(".jp-InputPrompt").first.inner_text().strip()
+
+    def finish(self, i, seconds=120):
+        ended = wait_for(lambda: re.fullmatch(r"\[\d+\]:?", self.prompt(i)), seconds)
+        time.sleep(0.3)
+        return ended
+
+    def run(self, i, seconds=120):
+        self.start(i)
+        return self.finish(i, seconds)
+
+    def output(self, i):
+        area = self.cell(i).locator(".jp-OutputArea")
+        return area.inner_text() if area.count() else ""
+
+    def add(self, source):
+        """A cell at the end, typed."""
+        self.select(self.count() - 1)
+        n = self.count()
+        self.button("notebook:insert-cell-below")
+        wait_for(lambda: self.count() == n + 1, 5)
+        self.cell(n).locator(".cm-content").click()
+        self.page.keyboard.insert_text(source)
+        return n
+
+
+def general(nb):
+    """What any Python notebook does."""
+    page = nb.page
+    i = nb.add("import time\nh = display(0, display_id=True)\nfor n in range(40):\n    h.update(n); time.sleep(.1)")
+    nb.start(i)
+    values = {nb.output(i) for _ in range(20) if not time.sleep(0.1)}
+    check("an output changes while its cell runs", len(values) >= 4, values)
+    start = time.monotonic()
+    nb.button("notebook:interrupt-kernel")
+    nb.finish(i, 5)
+    check("Stop ends the cell in under a second or so", time.monotonic() - start < 2.5 and "KeyboardInterrupt" in nb.output(i), nb.output(i))
+    i = nb.add("import mat")
+    page.keyboard.press("Tab")
+    done = wait_for(lambda: page.locator(".jp-Completer-item").all_inner_texts(), 10)
+    check("Tab completes Python", any("math" in d for d in done or []), done)
+    page.keyboard.press("Escape")
+    i = nb.add("len?")
+    nb.run(i, 10)
+    check("`?` shows help", wait_for(lambda: "Return the number of items" in nb.output(i), 5), nb.output(i))
+    i = nb.add("name = input('Who? ')")
+    nb.start(i)
+    box = page.locator(".jp-Stdin-input")
+    box.wait_for(timeout=10000)
+    box.fill("Ada")
+    box.press("Enter")
+    check("input() asks and goes on", nb.finish(i, 10), nb.prompt(i))
+    i = nb.add("import matplotlib.pyplot as plt\nplt.plot([1, 3, 2]);")
+    nb.run(i, 60)
+    check("matplotlib draws inline", wait_for(lambda: nb.cell(i).locator("img[src^='data:image/png']").count() == 1, 5), nb.output(i))
+    nb.select(i).scroll_into_view_if_needed()
+    nb.shot("python")
+
+
+def restart(nb):
+    nb.button("notebook:restart-kernel")
+    nb.page.locator(".jp-Dialog .jp-mod-accept").click()
+    time.sleep(0.5)
+    nb.idle(30)
+    i = nb.add("'name' in globals(), 6 * 7")
+    nb.run(i, 30)
+    check("the kernel restarts, empty", "(False, 42)" in nb.output(i), nb.output(i))
+    nb.shot("restarted")
+
+
+def main():
+    shutil.rmtree(screens, ignore_errors=True)
+    screens.mkdir(parents=True)
+    browser_program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if not browser_program:
+        sys.exit("make test-lab needs chromium: apt-get install chromium")
+    with tempfile.TemporaryDirectory(prefix="qlora-lab-") as folder:
+        folder = Path(folder)
+        (folder / "work").mkdir()
+        shutil.copy(root / "notebooks/01-first-run.ipynb", folder / "work")
+        server = Server(folder)
+        try:
+            with sync_playwright() as p:
+                browser = p.chromium.launch(executable_path=browser_program, args=["--no-sandbox"])
+                page = browser.new_page(viewport={"width": 1280, "height": 1000})
+                nb = Notebook(page, server.url, "01-first-run.ipynb")
+                nb.shot("opened")
+                for part in (general, restart):
+                    try:
+                        part(nb)
+                    except Exception as e:
+                        check(part.__name__, False, f"{type(e).__name__}: {e}")
+                        nb.shot("failed-" + part.__name__)
+                browser.close()
+        finally:
+            server.close()
+    print("%(passed)d passed, %(failed)d failed, %(skipped)d skipped" % seen)
+    return seen["failed"] > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
