@@ -54,5 +54,5 @@ info:
 clean:
 	rm -rf $(BUILD) build-asan
 
--include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
+-include $(shell find $(BUILD) -name 'venv*' -prune -o -type f -name '*.d' -print 2>/dev/null)
 .PHONY: all info setup-system setup-python clean
