@@ -6,18 +6,18 @@
 QL_CPU_OP(swiglu, ql_tensor h, ql_tensor gu)
 {
     (void)q;
-    float g[QL_CPU_PIECE], u[QL_CPU_PIECE];
+    float tg[QL_CPU_PIECE], tu[QL_CPU_PIECE], out[QL_CPU_PIECE];
     for (int64_t t = 0; t < h.rows; t++) {
         for (int64_t c = 0; c < h.cols; c += QL_CPU_PIECE) {
             int64_t n = ql_min64(QL_CPU_PIECE, h.cols - c);
-            ql_cpu_load(g, gu, t, c, n);
-            ql_cpu_load(u, gu, t, h.cols + c, n);
+            const float *g = ql_cpu_read(gu, t, c, n, tg);
+            const float *u = ql_cpu_read(gu, t, h.cols + c, n, tu);
             /* The same operations as in swiglu_dx: h has the same bits from either. */
             for (int64_t j = 0; j < n; j++) {
                 float s = 1.0f / (1.0f + ql_cpu_exp(-g[j])), silu = g[j] * s;
-                g[j] = silu * u[j];
+                out[j] = silu * u[j];
             }
-            ql_cpu_store(h, t, c, g, n);
+            ql_cpu_store(h, t, c, out, n);
         }
     }
     return QL_OK;
@@ -26,23 +26,23 @@ QL_CPU_OP(swiglu, ql_tensor h, ql_tensor gu)
 QL_CPU_OP(swiglu_dx, ql_tensor dgu, ql_tensor dh, ql_tensor gu, ql_tensor h)
 {
     (void)q;
-    float g[QL_CPU_PIECE], u[QL_CPU_PIECE], d[QL_CPU_PIECE];
+    float tg[QL_CPU_PIECE], tu[QL_CPU_PIECE], td[QL_CPU_PIECE];
+    float dg[QL_CPU_PIECE], du[QL_CPU_PIECE], out[QL_CPU_PIECE];
     for (int64_t t = 0; t < dh.rows; t++) {
         for (int64_t c = 0; c < dh.cols; c += QL_CPU_PIECE) {
             int64_t n = ql_min64(QL_CPU_PIECE, dh.cols - c);
-            ql_cpu_load(g, gu, t, c, n);
-            ql_cpu_load(u, gu, t, dh.cols + c, n);
-            ql_cpu_load(d, dh, t, c, n);
+            const float *g = ql_cpu_read(gu, t, c, n, tg);
+            const float *u = ql_cpu_read(gu, t, dh.cols + c, n, tu);
+            const float *d = ql_cpu_read(dh, t, c, n, td);
             for (int64_t j = 0; j < n; j++) {
                 float s = 1.0f / (1.0f + ql_cpu_exp(-g[j])), silu = g[j] * s;
-                float dg = d[j] * u[j] * s * (1.0f + g[j] * (1.0f - s)), du = d[j] * silu;
-                d[j] = silu * u[j]; /* h */
-                g[j] = dg;
-                u[j] = du;
+                dg[j] = d[j] * u[j] * s * (1.0f + g[j] * (1.0f - s));
+                du[j] = d[j] * silu;
+                out[j] = silu * u[j];
             }
-            ql_cpu_store(dgu, t, c, g, n);
-            ql_cpu_store(dgu, t, dh.cols + c, u, n);
-            if (ql_tensor_set(h)) ql_cpu_store(h, t, c, d, n);
+            ql_cpu_store(dgu, t, c, dg, n);
+            ql_cpu_store(dgu, t, dh.cols + c, du, n);
+            if (ql_tensor_set(h)) ql_cpu_store(h, t, c, out, n);
         }
     }
     return QL_OK;

@@ -62,6 +62,16 @@ static inline float ql_cpu_dot(const float *a, const float *b, int64_t n)
     return acc[0];
 }
 
+/* a·b + c, in one rounding where the machine can. */
+static inline float ql_cpu_fma(float a, float b, float c)
+{
+#ifdef __FMA__
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 /* e^x within 2 ulp, subnormal results included, NaN kept; no branch, so that loops vectorise.
  * x = n·ln 2 + r with |r| ≤ ln 2 / 2; ln 2 in two parts, the first short enough that n·hi is exact.
  */
@@ -69,17 +79,16 @@ static inline float ql_cpu_exp(float x)
 {
     float c = x < -104.0f ? -104.0f : x;
     c = c > 89.0f ? 89.0f : c;
-    float n = (c * 1.44269504f + 12582912.0f) - 12582912.0f; /* to the nearest integer */
-    float r = (c - n * 0.693359375f) - n * -2.12194440e-4f;
-    float p = 1.0f / 5040;
-    p = p * r + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = (p * r) * r + r + 1.0f;
+    float n = ql_cpu_fma(c, 1.44269504f, 12582912.0f) - 12582912.0f; /* to the nearest integer */
+    float r = ql_cpu_fma(n, 2.12194440e-4f, ql_cpu_fma(n, -0.693359375f, c));
+    float p = ql_cpu_fma(1.0f / 5040, r, 1.0f / 720);
+    p = ql_cpu_fma(p, r, 1.0f / 120);
+    p = ql_cpu_fma(p, r, 1.0f / 24);
+    p = ql_cpu_fma(p, r, 1.0f / 6);
+    p = ql_cpu_fma(p, r, 0.5f);
+    p = ql_cpu_fma(p * r, r, r) + 1.0f;
     /* 2^n as two factors, because n reaches from −151 to 129. */
-    int32_t k = (int32_t)n, h = k / 2;
+    int32_t k = (int32_t)n, h = k >> 1;
     return p * ql_f32_from_bits((uint32_t)(h + 127) << 23) *
            ql_f32_from_bits((uint32_t)(k - h + 127) << 23);
 }

@@ -2,7 +2,7 @@
  * does. */
 #include "tests/test.h"
 
-#include "kernels/comm.h"
+#include "kernels/cpu/cpu.h"
 
 TEST(null_runs_what_no_machine_holds)
 {
@@ -99,6 +99,28 @@ TEST(cpu_device_counts_memory)
     t->close(d);
 }
 
+/* Distance in units of the last place of the exact result. */
+static double ulps(float x)
+{
+    double exact = exp((double)x), ulp = fmax(ldexp(1, ilogb(exact) - 23), 0x1p-149);
+    return fabs((double)ql_cpu_exp(x) - exact) / ulp;
+}
+
+TEST(exp_is_within_2_ulp)
+{
+    double worst = 0;
+    /* Every 997th float of the range whose results are finite and not zero, on both sides. */
+    for (uint32_t u = 0; u < ql_f32_bits(103.9f); u += 997) {
+        float x = ql_f32_from_bits(u);
+        worst = fmax(worst, ulps(-x));
+        if (x < 88.7f) worst = fmax(worst, ulps(x));
+    }
+    CHECK_MSG(worst <= 2, "the worst is %.2f ulp", worst);
+    CHECK(ql_cpu_exp(0.0f) == 1 && ql_cpu_exp(-INFINITY) == 0 && ql_cpu_exp(-200.0f) == 0);
+    CHECK(ql_cpu_exp(INFINITY) == INFINITY && ql_cpu_exp(89.0f) == INFINITY);
+    CHECK(isnan(ql_cpu_exp(NAN)));
+}
+
 TEST(cuda_says_what_is_missing)
 {
     const ql_backend *b = NULL;
@@ -108,4 +130,4 @@ TEST(cuda_says_what_is_missing)
 }
 
 TEST_MAIN(T(null_runs_what_no_machine_holds), T(null_counts_what_would_be_sent),
-          T(cpu_device_counts_memory), T(cuda_says_what_is_missing))
+          T(cpu_device_counts_memory), T(exp_is_within_2_ulp), T(cuda_says_what_is_missing))
