@@ -43,7 +43,7 @@ $(FUZZ_BUILD)/libfuzz.a: $(FUZZ_LIB_OBJ)
 	@rm -f $@
 	ar rcs $@ $^
 $(FUZZ_BUILD)/fuzz_%: tests/fuzz/fuzz_%.c $(FUZZ_BUILD)/libfuzz.a
-	$(CLANG) $(CPPFLAGS) $(FUZZ_CFLAGS) -fsanitize=fuzzer $^ -o $@ $(LDLIBS)
+	$(CLANG) $(CPPFLAGS) $(FUZZ_CFLAGS) -fsanitize=fuzzer $< $(FUZZ_BUILD)/libfuzz.a -o $@ $(LDLIBS)
 
 fuzz: setup-system $(FUZZERS)
 	@BUILD=$(BUILD) FUZZERS='$(FUZZERS)' FUZZ_TIME=$(FUZZ_TIME) tests/run tests/fuzz/run_fuzz
