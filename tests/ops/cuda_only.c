@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-const char *const test_default = "cuda";
+const char *const test_default[] = {"cuda", NULL};
 
 ql_status test_backend(const char *name, const ql_backend **out)
 {

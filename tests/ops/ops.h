@@ -28,6 +28,7 @@ typedef struct ctx {
     int64_t shift; /* bytes that addresses are moved by */
     uint64_t rng, hash;
     bool bench, ran;
+    bool counts; /* the null backend: ops only have to accept, there are no results */
     double ms, flops;
     tens t[64];
     int n;
@@ -77,7 +78,7 @@ double *doubles(ctx *c, int64_t n);
 
 /* Which backends this program has (two programs: with the CPU backend, and without). */
 ql_status test_backend(const char *name, const ql_backend **out);
-extern const char *const test_default;
+extern const char *const test_default[]; /* up to NULL: what runs when none is named */
 
 /* Other tests of the same program: they print their own lines and return the number of failures. */
 int test_gradients(void);      /* ref.c's gradients against finite differences */

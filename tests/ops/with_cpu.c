@@ -2,11 +2,11 @@
 
 #include <string.h>
 
-const char *const test_default = "cpu";
+const char *const test_default[] = {"cpu", "null", NULL};
 
 ql_status test_backend(const char *name, const ql_backend **out)
 {
     if (strcmp(name, "cuda") == 0) return ql_backend_cuda(NULL, out);
-    *out = ql_backend_cpu();
+    *out = strcmp(name, "null") == 0 ? ql_backend_null() : ql_backend_cpu();
     return QL_OK;
 }
