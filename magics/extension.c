@@ -11,7 +11,7 @@
 typedef struct {
     ql_magics *magics;
     PyObject *host;
-    PyObject *error;                       /* qlora.Error */
+    PyObject *error, *stopped;             /* qlora.Error; qlora.KeyboardInterrupt, which IPython knows by its base */
     PyObject *type, *value, *traceback;    /* raised in a callback; re-raised when the verb has ended */
     int presses;                           /* stops that arrived inside a callback */
     int running;
@@ -144,7 +144,7 @@ static PyObject *raise(ql_status st)
     }
     const char *text = ql_error();
     PyObject *s = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
-    if (s) PyErr_SetObject(st == QL_ESTOP ? PyExc_KeyboardInterrupt : st == QL_ENOMEM ? PyExc_MemoryError : the.error, s);
+    if (s) PyErr_SetObject(st == QL_ESTOP ? the.stopped : st == QL_ENOMEM ? PyExc_MemoryError : the.error, s);
     Py_XDECREF(s);
     return NULL;
 }
@@ -281,7 +281,9 @@ PyMODINIT_FUNC PyInit__core(void)
     PyObject *m = PyModule_Create(&definition);
     if (!m) return NULL;
     the.error = PyErr_NewExceptionWithDoc("qlora.Error", "A verb failed; the text says what, where and what to do.", PyExc_RuntimeError, NULL);
-    if (!the.error || PyModule_AddObjectRef(m, "Error", the.error) < 0 || PyModule_AddStringConstant(m, "version", QL_VERSION) < 0) {
+    the.stopped = PyErr_NewExceptionWithDoc("qlora.KeyboardInterrupt", "A verb was stopped; the text says what was kept.",
+                                            PyExc_KeyboardInterrupt, NULL);
+    if (!the.error || !the.stopped || PyModule_AddObjectRef(m, "Error", the.error) < 0 || PyModule_AddObjectRef(m, "Stopped", the.stopped) < 0 || PyModule_AddStringConstant(m, "version", QL_VERSION) < 0) {
         Py_DECREF(m);
         return NULL;
     }

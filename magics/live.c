@@ -40,7 +40,8 @@ static const char *same(const json_t *o, const char *key)
 static void bar_words(const ql_live *l, ql_buf *b)
 {
     double elapsed = (double)(now_ms() - l->opened) / 1000.0, epochs = ql_jnum(l->start, "epochs", (double)NAN);
-    const json_t *last = json_array_get(l->history, json_array_size(l->history) - 1);
+    const json_t *last = NULL;
+    for (size_t i = json_array_size(l->history); i-- > 0 && !json_object_get(last, "epoch");) last = json_array_get(l->history, i);
     if (l->max_steps <= 0) return;
     ql_buf_printf(b, "%lld/%lld  %s", (long long)l->step, (long long)l->max_steps, ql_fmt_time(elapsed).s);
     if (!l->final && l->rate > 0) ql_buf_printf(b, " < %s", ql_fmt_time((double)(l->max_steps - l->step) / l->rate).s);
@@ -120,7 +121,25 @@ static double eval_at(const json_t *history, size_t from, double step)
     return (double)NAN;
 }
 
-/* Live: the last rows. Final: rows spread over the run, so that a saved notebook tells the whole story. */
+/* Which of n steps are rows: live the last ones; in the end round numbers over the whole run, so that a saved
+ * notebook tells the whole story. Returns how many, their places in at[]. */
+static size_t choose_rows(const ql_live *l, size_t *at, size_t n)
+{
+    static const int64_t every[] = {1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 2000, 5000, 10000, 100000, 1000000};
+    size_t k = 0, rows = 0;
+    if (!l->final || n <= ROWS_FINAL) {
+        size_t from = !l->final && n > ROWS_LIVE ? n - ROWS_LIVE : 0;
+        memmove(at, at + from, (n - from) * sizeof *at);
+        return n - from;
+    }
+    while (k + 1 < sizeof every / sizeof *every && n / (size_t)every[k] > ROWS_FINAL - 2) k++;
+    for (size_t i = 0; i < n; i++) {
+        int64_t step = ql_jint(json_array_get(l->history, at[i]), "step", 0);
+        if (i == 0 || i + 1 == n || (step % every[k] == 0 && step > every[k] / 4)) at[rows++] = at[i];
+    }
+    return rows;
+}
+
 static void table(const ql_live *l, ql_view *v)
 {
     size_t n = json_array_size(l->history), steps = 0;
@@ -128,15 +147,13 @@ static void table(const ql_live *l, ql_view *v)
     if (!at) return;
     for (size_t i = 0; i < n; i++)
         if (!json_object_get(json_array_get(l->history, i), "eval_loss")) at[steps++] = i;
-    size_t rows = l->final ? ROWS_FINAL : ROWS_LIVE;
-    if (rows > steps) rows = steps;
+    size_t rows = choose_rows(l, at, steps);
     ql_buf names = {0};
     ql_table t;
     ql_table_begin(&t, "step>|loss>|eval>|lr>|grad norm>|tokens/s>", &names);
     for (size_t k = 0; k < rows; k++) {
-        size_t s = !l->final ? steps - rows + k : rows == 1 ? 0 : k * (steps - 1) / (rows - 1);
-        const json_t *r = json_array_get(l->history, at[s]);
-        row(&t, r, eval_at(l->history, at[s], ql_jnum(r, "step", 0)));
+        const json_t *r = json_array_get(l->history, at[k]);
+        row(&t, r, eval_at(l->history, at[k], ql_jnum(r, "step", 0)));
     }
     if (rows > 0) ql_table_end(v, &t);
     ql_buf_free(&names);
@@ -204,7 +221,12 @@ static ql_status show_bar(ql_live *l)
         if (i < 4 && json_is_string(text)) ql_view_note(&v, "%s", json_string_value(text));
     json_array_foreach(l->warnings, i, text)
         if (i < 6) ql_view_warn(&v, json_string_value(text));
-    if (l->note) ql_view_note(&v, "%s", l->note);
+    if (l->note) {
+        /* The first line says how it went; a second one is a verdict, and must be seen. */
+        const char *verdict = strchr(l->note, '\n');
+        ql_view_note(&v, "%.*s", verdict ? (int)(verdict - l->note) : (int)strlen(l->note), l->note);
+        if (verdict) ql_view_title(&v, verdict + 1, "%s", "");
+    }
     json_t *data = final_data(l), *bundle = ql_view_bundle(&v, data);
     ql_status st = l->o.host->show(l->o.host->self, bundle, l->bar_id, l->bar_shown ? QL_SHOW_UPDATE : QL_SHOW_NEW);
     json_decref(bundle);
@@ -251,14 +273,17 @@ static ql_status refresh(ql_live *l)
 static void say(const ql_live *l, const char *fmt, ...) QL_PRINTF(2, 3);
 static void say(const ql_live *l, const char *fmt, ...)
 {
-    char line[400];
+    char line[1000];
+    ql_buf b = {0};
     va_list ap;
     if (l->o.follow == QL_FOLLOW_DISPLAY) return;
     va_start(ap, fmt);
-    vsnprintf(line, sizeof line - 1, fmt, ap);
+    vsnprintf(line, sizeof line, fmt, ap);
     va_end(ap);
-    strcat(line, "\n");
-    l->o.host->print(l->o.host->self, line);
+    ql_view_wrap(&b, line, QL_VIEW_COLUMNS, 2);
+    ql_buf_put(&b, "\n");
+    l->o.host->print(l->o.host->self, ql_buf_str(&b));
+    ql_buf_free(&b);
 }
 
 static int64_t lines_every(const ql_live *l)
@@ -314,6 +339,7 @@ static void on_start(ql_live *l, const json_t *ev)
     json_decref(l->start);
     l->start = record(ev);
     l->max_steps = ql_jint(ev, "max_steps", 0);
+    if (l->o.steps > 0 && l->o.steps < l->max_steps) l->max_steps = l->o.steps;
     l->step = ql_jint(ev, "resumed", 0);
     if (l->o.before && json_array_size(l->history) == 0) {
         size_t i;
@@ -419,7 +445,7 @@ ql_status ql_live_finish(ql_live *l, const char *how, const char *note)
         st = show_bar(l);
         if (st == QL_OK && json_array_size(l->history) > 0) st = show_curve(l);
     }
-    if (note) say(l, "%.380s", note);
+    if (note) say(l, "%.900s", note);
     l->how = l->note = NULL;
     return st;
 }

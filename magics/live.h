@@ -11,6 +11,7 @@ typedef struct {
     int lines_every;  /* 0: chosen from the number of steps */
     const char *name; /* of the run; "" where there is none (generate, eval) */
     int number;       /* distinguishes display ids */
+    int64_t steps;    /* where this call ends, if before the schedule does; 0: all of it */
     const json_t *before; /* history of the steps before a resume, or NULL */
     const json_t *against; /* another run's report drawn beside it (baseline), or NULL */
 } ql_live_options;

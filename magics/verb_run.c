@@ -100,22 +100,59 @@ static void resume_words(const run_request *q, ql_buf *b)
     ql_buf_printf(b, "%%qlora resume %s", strcmp(usual, q->path) == 0 ? q->name : q->path);
 }
 
+/* How many of the shared steps have the same loss: by the bits that the engine reports, else by value. */
+static void compare(const json_t *a, const json_t *b, int64_t *shared, int64_t *same, double *worst)
+{
+    size_t i, k;
+    const json_t *x, *y;
+    *shared = *same = 0;
+    *worst = 0;
+    json_array_foreach((json_t *)a, i, x)
+    {
+        if (!json_object_get(x, "loss")) continue;
+        json_array_foreach((json_t *)b, k, y)
+        {
+            if (!json_object_get(y, "loss") || ql_jint(x, "step", -1) != ql_jint(y, "step", -2)) continue;
+            const char *p = ql_jstr(x, "loss_bits", NULL), *r = ql_jstr(y, "loss_bits", NULL);
+            double d = fabs(ql_jnum(x, "loss", (double)NAN) - ql_jnum(y, "loss", (double)NAN));
+            ++*shared;
+            *same += p && r ? strcmp(p, r) == 0 : json_equal((json_t *)json_object_get(x, "loss"), (json_t *)json_object_get(y, "loss"));
+            if (d > *worst) *worst = d;
+        }
+    }
+}
+
+/* "20/20 losses: same bits" */
+static void verdict(const json_t *report, const json_t *record, ql_buf *b)
+{
+    int64_t shared, same;
+    double worst;
+    compare(json_object_get(report, "history"), json_object_get(record, "history"), &shared, &same, &worst);
+    if (shared == 0) ql_buf_printf(b, "no step in common with %s", ql_jstr(report, "name", "the run"));
+    else ql_buf_printf(b, "%lld/%lld losses: same bits", (long long)same, (long long)shared);
+    if (same < shared) ql_buf_printf(b, "; largest difference %s", ql_fmt_num(worst, 3).s);
+}
+
 static void final_note(const run_request *q, ql_status st, const json_t *result, const json_t *record, ql_buf *b)
 {
     if (st == QL_OK) {
         ql_buf_printf(b, "done: ");
         run_line(q->name, record, result, b);
-        ql_buf_printf(b, "\n%s", ql_jstr(result, "adapter", q->path));
+        ql_buf_printf(b, "; in %s", ql_jstr(result, "adapter", q->path));
+        if (q->against) {
+            ql_buf_put(b, "\n");
+            verdict(q->against, record, b);
+        }
     } else if (st == QL_ESTOP && ql_jstr(result, "checkpoint", NULL)) {
         ql_buf_printf(b, "stopped at step %lld; checkpoint %s; go on with ", (long long)ql_jint(result, "step", 0),
                       ql_jstr(result, "checkpoint", ""));
         resume_words(q, b);
-    } else if (st == QL_ESTOP) {
-        ql_buf_printf(b, "stopped before the first checkpoint of %s", q->name);
+    } else if (st == QL_ESTOP && result) {
+        ql_buf_printf(b, "stopped before the first step of %s", q->name);
     } else {
         const json_t *all = json_object_get(record, "checkpoints");
         const char *path = ql_jstr(json_array_get(all, json_array_size(all) - 1), "path", NULL);
-        ql_buf_printf(b, "failed at step %lld", (long long)ql_jint(record, "step", 0));
+        ql_buf_printf(b, "ended at step %lld", (long long)ql_jint(record, "step", 0));
         if (path) {
             ql_buf_printf(b, "; last checkpoint %s; go on with ", path);
             resume_words(q, b);
@@ -131,7 +168,7 @@ static ql_status run_job(const run_request *q, json_t **data)
     json_t *result = NULL;
     ql_buf note = {0};
     ql_live_options o = {.host = &m->host, .follow = m->follow, .lines_every = q->every > 0 ? q->every : m->lines_every, .name = q->name,
-                         .number = ++m->displays, .before = q->before, .against = q->against};
+                         .number = ++m->displays, .steps = q->steps, .before = q->before, .against = q->against};
     json_t *cmd = json_pack("{s:s, s:o, s:s}", "cmd", "train", "job", ql_job_json(q->job), "run", q->path);
     ql_status st = cmd ? ql_live_open(&o, &live) : ql_fail(QL_EINVAL, "a run's path must be UTF-8");
     QL_GO(st);
@@ -145,8 +182,10 @@ static ql_status run_job(const run_request *q, json_t **data)
     ql_status shown = ql_live_finish(live, state, ql_buf_str(&note));
     if (st == QL_OK) st = shown;
     if (st == QL_ESTOP) {
+        char why[600]; /* the engine was killed: that comes first; otherwise the note says it all */
+        snprintf(why, sizeof why, "%.590s", result ? "" : ql_error());
         ql_error_clear();
-        st = ql_fail(QL_ESTOP, "%s", ql_buf_str(&note));
+        st = ql_fail(QL_ESTOP, "%s%s%s", why, *why ? " " : "", ql_buf_str(&note));
     }
 out:
     ql_live_close(live);
@@ -282,28 +321,6 @@ out:
 
 /* ---- baseline ----------------------------------------------------------------------------------------- */
 
-/* How many of the shared steps have the same loss: by the bits that the engine reports, else by value. */
-static void compare(const json_t *a, const json_t *b, int64_t *shared, int64_t *same, double *worst)
-{
-    size_t i, k;
-    const json_t *x, *y;
-    *shared = *same = 0;
-    *worst = 0;
-    json_array_foreach((json_t *)a, i, x)
-    {
-        if (!json_object_get(x, "loss")) continue;
-        json_array_foreach((json_t *)b, k, y)
-        {
-            if (!json_object_get(y, "loss") || ql_jint(x, "step", -1) != ql_jint(y, "step", -2)) continue;
-            const char *p = ql_jstr(x, "loss_bits", NULL), *r = ql_jstr(y, "loss_bits", NULL);
-            double d = fabs(ql_jnum(x, "loss", (double)NAN) - ql_jnum(y, "loss", (double)NAN));
-            ++*shared;
-            *same += p && r ? strcmp(p, r) == 0 : json_equal((json_t *)json_object_get(x, "loss"), (json_t *)json_object_get(y, "loss"));
-            if (d > *worst) *worst = d;
-        }
-    }
-}
-
 /* The same samples per step on one device: its share of micro-batches is everybody's. */
 static ql_status one_device(ql_job *job, int64_t world)
 {
@@ -352,31 +369,27 @@ static ql_status baseline_answer(const run_request *q, const json_t *report, jso
 {
     int64_t shared, same;
     double worst;
-    char text[400];
-    ql_view v = {0};
-    json_t *bundle = NULL;
+    ql_buf b = {0};
     compare(json_object_get(report, "history"), json_object_get(data, "history"), &shared, &same, &worst);
-    const char *of = ql_jstr(report, "name", "run");
-    if (shared == 0) snprintf(text, sizeof text, "no step in common with %.80s", of);
-    else if (same == shared) snprintf(text, sizeof text, "%lld/%lld losses: same bits", (long long)same, (long long)shared);
-    else
-        snprintf(text, sizeof text, "%lld/%lld losses: same bits; largest difference %s", (long long)same, (long long)shared,
-                 ql_fmt_num(worst, 3).s);
-    json_object_set_new(data, "baseline", json_pack("{s:s, s:I, s:I, s:f, s:s}", "of", of, "shared", (json_int_t)shared, "same", (json_int_t)same,
-                                                    "worst", worst, "verdict", text));
-    ql_view_title(&v, text, "%s on one device against %s on %lld", q->name, of,
-                  (long long)ql_jint(json_object_get(report, "start"), "world", 1));
-    json_object_set_new(data, "verdict", json_string(text));
-    bundle = ql_view_bundle(&v, json_object_get(data, "baseline"));
-    ql_status st = q->m->follow == QL_FOLLOW_LINES ? QL_OK : q->m->host.show(q->m->host.self, bundle, NULL, QL_SHOW_NEW);
-    if (q->m->follow != QL_FOLLOW_DISPLAY) {
-        char line[420];
-        snprintf(line, sizeof line, "%s\n", text);
-        q->m->host.print(q->m->host.self, line);
-    }
-    json_decref(bundle);
-    if (st == QL_OK) st = ql_result("run", text, json_incref(data), NULL, out);
+    verdict(report, data, &b);
+    json_object_set_new(data, "baseline", json_pack("{s:O, s:I, s:I, s:f, s:o}", "of", json_object_get(report, "name"), "shared",
+                                                    (json_int_t)shared, "same", (json_int_t)same, "worst", worst, "verdict", ql_buf_json(&b)));
+    ql_buf_clear(&b);
+    ql_buf_printf(&b, "%s: ", q->name);
+    verdict(report, data, &b);
+    ql_status st = ql_result("run", ql_buf_str(&b), json_incref(data), NULL, out);
+    ql_buf_free(&b);
     return st;
+}
+
+/* The steps that the baseline will do, so that both curves end together. */
+static void cut_history(json_t *report, int64_t steps)
+{
+    json_t *kept = json_array(), *r;
+    size_t i;
+    json_array_foreach(json_object_get(report, "history"), i, r)
+        if (ql_jint(r, "step", 0) <= steps) json_array_append(kept, r);
+    json_object_set_new(report, "history", kept);
 }
 
 ql_status ql_verb_baseline(ql_magics *m, const ql_call *call, json_t **out)
@@ -395,6 +408,7 @@ ql_status ql_verb_baseline(ql_magics *m, const ql_call *call, json_t **out)
     snprintf(line, sizeof line, "baseline: one device, gradient_accumulation_steps %lld, so that a step is the same samples\n",
              (long long)ql_job_int(job, "gradient_accumulation_steps"));
     m->host.print(m->host.self, line);
+    cut_history(report, ql_call_int(call, "steps", 20));
     run_request q = {.m = m, .job = job, .name = name, .path = path, .steps = ql_call_int(call, "steps", 20), .against = report};
     st = run_job(&q, &data);
     if (st == QL_OK) st = baseline_answer(&q, report, data, out);

@@ -337,9 +337,13 @@ static void help_verb(ql_view *v, const ql_verb *verb)
     if (verb->options) {
         ql_table_begin(&t, "option|default|", &names);
         for (const ql_option *o = verb->options; o->name; o++) {
-            ql_table_cell(&t, "--%s%s%s", o->name, o->choices ? " " : "", o->choices ? o->choices : "");
+            ql_table_cell(&t, "--%s", o->name);
             ql_table_cell(&t, "%s", o->def ? o->def : "");
-            ql_table_cell(&t, "%s", o->help);
+            ql_buf words = {0};
+            ql_buf_printf(&words, "%s%s", o->help, o->choices ? ": " : "");
+            for (const char *p = o->choices; p && *p; p++) ql_buf_add(&words, *p == '|' ? ", " : p, *p == '|' ? 2 : 1);
+            ql_table_cell(&t, "%s", ql_buf_str(&words));
+            ql_buf_free(&words);
         }
         ql_table_end(v, &t);
     }

@@ -139,6 +139,29 @@ const char *ql_verb_nearest(const char *word, const char *const *names, int n, c
     return buf;
 }
 
+/* The nearest name or alias of a setting that does something: `lora_rnak` is near lora_rank, another name of r. */
+static const char *near_setting(const char *word, char *buf, size_t size)
+{
+    char names[1024][48];
+    const char *list[1024];
+    const ql_setting *s;
+    int n = 0, count = ql_settings(&s);
+    for (int i = 0; i < count && n < 1024; i++) {
+        if (s[i].refused || s[i].note) continue;
+        snprintf(names[n], sizeof names[n], "%s", s[i].name);
+        list[n] = names[n];
+        n++;
+        for (const char *p = s[i].alias; p && *p && n < 1024;) {
+            size_t k = strcspn(p, "|");
+            snprintf(names[n], sizeof names[n], "%.*s", (int)k, p);
+            list[n] = names[n];
+            n++;
+            p += k + (p[k] == '|');
+        }
+    }
+    return ql_verb_nearest(word, list, n, buf, size);
+}
+
 /* ---- binding ----------------------------------------------------------------------------------- */
 
 static ql_status unknown_verb(const char *word)
@@ -157,7 +180,7 @@ static ql_status unknown_option(const ql_verb *verb, const char *name)
     int n = 0;
     for (const ql_option *o = verb->options; o && o->name && n < 64; o++) names[n++] = o->name;
     ql_verb_nearest(name, names, n, near, sizeof near);
-    if (!near[0] && verb->takes != QL_TAKES_NONE) ql_setting_nearest(name, near, sizeof near);
+    if (!near[0] && verb->takes != QL_TAKES_NONE) near_setting(name, near, sizeof near);
     if (!near[0] && verb->takes == QL_TAKES_NONE && ql_setting_find(name))
         QL_FAIL(QL_EINVAL, "%s takes no settings; set it first: %%qlora config --%s …", verb->name, name);
     QL_FAIL(QL_EINVAL, "%s has no option --%s: %s%s%s", verb->name, name, near, near[0] ? "" : "%qlora help ",
@@ -278,7 +301,7 @@ static int is_group(const char *name)
 static ql_status unknown_key(const char *key, int line)
 {
     char near[160];
-    ql_setting_nearest(key, near, sizeof near);
+    near_setting(key, near, sizeof near);
     QL_FAIL(QL_EINVAL, "line %d: unknown key '%s'%s%s", line, key, near[0] ? ", " : "; %qlora config --all lists the settings",
             near);
 }

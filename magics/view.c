@@ -36,8 +36,7 @@ static char *vtext(const char *fmt, va_list ap)
     return vasprintf(&s, fmt, ap) < 0 ? NULL : s;
 }
 
-/* text wrapped at blanks to `columns`, later lines indented. */
-static void wrap(ql_buf *b, const char *text, int columns, int indent)
+void ql_view_wrap(ql_buf *b, const char *text, int columns, int indent)
 {
     int at = 0, first = 1;
     while (*text) {
@@ -75,7 +74,7 @@ void ql_view_title(ql_view *v, const char *what, const char *fmt, ...)
     ql_buf b = {0};
     ql_buf_put(&b, what);
     if (rest && *rest) ql_buf_printf(&b, " · %s", rest);
-    wrap(&v->text, ql_buf_str(&b), QL_VIEW_COLUMNS, 2);
+    ql_view_wrap(&v->text, ql_buf_str(&b), QL_VIEW_COLUMNS, 2);
     ql_buf_put(&v->text, "\n");
     ql_buf_put(&v->html, "<div style=\"margin:4px 0\"><b>");
     ql_buf_html(&v->html, what);
@@ -97,7 +96,7 @@ void ql_view_note(ql_view *v, const char *fmt, ...)
     char *s = vtext(fmt, ap);
     va_end(ap);
     if (!s) return;
-    wrap(&v->text, s, QL_VIEW_COLUMNS, 2);
+    ql_view_wrap(&v->text, s, QL_VIEW_COLUMNS, 2);
     ql_buf_put(&v->text, "\n");
     ql_buf_put(&v->html, "<div style=\"margin:2px 0;" QUIET "\">");
     ql_buf_html(&v->html, s);
@@ -109,7 +108,7 @@ void ql_view_warn(ql_view *v, const char *text)
 {
     ql_buf b = {0};
     ql_buf_printf(&b, "! %s", text);
-    wrap(&v->text, ql_buf_str(&b), QL_VIEW_COLUMNS, 2);
+    ql_view_wrap(&v->text, ql_buf_str(&b), QL_VIEW_COLUMNS, 2);
     ql_buf_put(&v->text, "\n");
     ql_buf_put(&v->html, "<div style=\"margin:2px 0\"><span style=\"color:#c2410c\">&#9888;</span> ");
     ql_buf_html(&v->html, text);
@@ -124,7 +123,7 @@ void ql_view_code(ql_view *v, const char *text)
         ql_buf_printf(&v->text, "  %.*s\n", (int)n, p);
         p += n + (p[n] == '\n');
     }
-    ql_buf_put(&v->html, "<pre style=\"margin:4px 0\">");
+    ql_buf_put(&v->html, "<pre style=\"margin:4px 0;font-family:monospace\">");
     ql_buf_html(&v->html, text);
     ql_buf_put(&v->html, "</pre>\n");
 }
@@ -155,7 +154,7 @@ json_t *ql_view_text(const char *text, const json_t *data)
 {
     ql_view v = {0};
     ql_buf_put(&v.text, text);
-    ql_buf_put(&v.html, "<pre style=\"line-height:1.35\">");
+    ql_buf_put(&v.html, "<pre style=\"line-height:1.35;font-family:monospace\">");
     ql_buf_html(&v.html, text);
     ql_buf_put(&v.html, "</pre>");
     return ql_view_bundle(&v, data);
@@ -228,7 +227,9 @@ static void table_html(const ql_table *t, ql_buf *b)
         for (int c = 0; c < t->columns; c++) {
             const char *tag = r < 0 ? "th" : "td";
             size_t i = r < 0 ? 0 : (size_t)r * (size_t)t->columns + (size_t)c;
-            ql_buf_printf(b, "<%s style=\"text-align:%s\">", tag, t->align[c] == QL_RIGHT ? "right" : "left");
+            /* Short cells stay on one line; long ones may wrap. */
+            int narrow = r >= 0 && ql_text_width(t->text[i]) <= 40;
+            ql_buf_printf(b, "<%s style=\"text-align:%s%s\">", tag, t->align[c] == QL_RIGHT ? "right" : "left", narrow ? ";white-space:nowrap" : "");
             if (r < 0) ql_buf_html(b, t->head[c]);
             else if (t->html[i]) ql_buf_put(b, t->html[i]);
             else ql_buf_html(b, t->text[i]);
@@ -263,7 +264,7 @@ static void table_line(const ql_table *t, const int *width, int wrapped, const c
     ql_buf part = {0};
     const char *rest = NULL;
     if (wrapped >= 0) {
-        wrap(&part, cells[wrapped], width[wrapped], 0);
+        ql_view_wrap(&part, cells[wrapped], width[wrapped], 0);
         rest = ql_buf_str(&part);
     }
     for (int line = 0; line == 0 || (rest && *rest); line++) {

@@ -21,6 +21,9 @@ void ql_view_code(ql_view *v, const char *text);                      /* somethi
 /* A line whose two forms differ. */
 void ql_view_both(ql_view *v, const char *text, const char *html);
 
+/* text wrapped at blanks to `columns`, later lines indented. */
+void ql_view_wrap(ql_buf *b, const char *text, int columns, int indent);
+
 /* {"data": {text/plain, text/html, QL_MIME}, "metadata": {}}; data: borrowed, may be NULL. Empties v. */
 json_t *ql_view_bundle(ql_view *v, const json_t *data);
 void ql_view_free(ql_view *v);
@@ -56,7 +59,7 @@ void ql_sparkline(ql_buf *text, const double *y, int n, int columns);
 
 /* ---- charts: one description, drawn as PNG by the host, as SVG and as dots here ---- */
 /* {"title", "width", "height", "panels": [{"ylabel", "xlabel", "weight", "zero": bool, "log": bool, "floor": bool,
- *   "series": [{"name", "x": […], "y": [… or null], "colour", "kind": "line"|"faint"|"dots"|"cross"|"area"}],
+ *   "series": [{"name", "x": […], "y": [… or null], "colour", "kind": "line"|"wide"|"faint"|"dots"|"cross"|"area"}],
  *   "text": a note in the corner}]} */
 json_t *ql_chart_runs(const json_t *runs, const char *metric, int diff); /* runs: [{"name","history":[…]}] */
 json_t *ql_chart_memory(const json_t *run);

@@ -20,8 +20,10 @@ static void points_free(points *p)
     memset(p, 0, sizeof *p);
 }
 
-/* The records of a history that have `key`, in their order; a skipped step stays as a hole. */
-static points points_of(const json_t *history, const char *key)
+typedef enum { HOLES, VALUES } skipped_steps;
+
+/* The records of a history that have `key`, in their order; a skipped step is a hole, or its value. */
+static points points_of(const json_t *history, const char *key, skipped_steps skipped)
 {
     points p = {0};
     size_t i, n = json_array_size(history);
@@ -34,23 +36,34 @@ static points points_of(const json_t *history, const char *key)
         const json_t *v = json_object_get(r, key);
         if (!v || !json_is_number(json_object_get(r, "step"))) continue;
         p.x[p.n] = ql_jnum(r, "step", 0);
-        p.y[p.n++] = json_is_number(v) && !json_is_true(json_object_get(r, "skipped")) ? json_number_value(v) : (double)NAN;
+        p.y[p.n++] = json_is_number(v) && (skipped == VALUES || !json_is_true(json_object_get(r, "skipped")))
+                         ? json_number_value(v)
+                         : (double)NAN;
     }
     return p;
 }
 
-/* An exponential mean that starts right; a hole repeats the mean before it. */
+/* A centred mean (no lag behind the curve), narrower at the ends; holes are left out of it. */
 static points smoothed(const points *p)
 {
     points s = {0};
-    double a = 1.0 / fmax(5, p->n / 40.0), mean = 0, weight = 0;
+    int half = p->n / 100 > 3 ? p->n / 100 : 3;
+    double sum = 0;
+    int count = 0, from = 0, to = 0; /* of [from, to) */
     s.x = calloc((size_t)p->n + 1, sizeof *s.x);
     s.y = calloc((size_t)p->n + 1, sizeof *s.y);
     if (!s.x || !s.y) return points_free(&s), s;
     for (int i = 0; i < p->n; i++) {
-        if (isfinite(p->y[i])) mean += a * (p->y[i] - mean), weight += a * (1 - weight);
+        int h = half < i ? half : i;
+        if (h > p->n - 1 - i) h = p->n - 1 - i;
+        for (; to < i + h + 1; to++)
+            if (isfinite(p->y[to])) sum += p->y[to], count++;
+        for (; to > i + h + 1; to--)
+            if (isfinite(p->y[to - 1])) sum -= p->y[to - 1], count--;
+        for (; from < i - h; from++)
+            if (isfinite(p->y[from])) sum -= p->y[from], count--;
         s.x[i] = p->x[i];
-        s.y[i] = weight > 0 ? mean / weight : (double)NAN;
+        s.y[i] = count ? sum / count : (double)NAN;
     }
     s.n = p->n;
     return s;
@@ -121,7 +134,7 @@ static const char *metric_label(const char *metric)
 /* fp16 steps whose gradients overflowed: crosses on the last loss before them. */
 static void add_skipped(json_t *panel, const json_t *history, const char *metric)
 {
-    points p = points_of(history, metric), s = {0};
+    points p = points_of(history, metric, HOLES), s = {0};
     const json_t *r;
     size_t i;
     double level = (double)NAN;
@@ -143,27 +156,27 @@ static void add_skipped(json_t *panel, const json_t *history, const char *metric
     points_free(&s);
 }
 
-static void add_run(json_t *panel, const json_t *run, const char *metric, int index)
+/* One curve. Alone it is smoothed where it is long; beside others it is drawn as it is, and the first one as a
+ * wide band, so that a second one with the same values stays visible on it. */
+static void add_run(json_t *panel, const json_t *run, const char *metric, size_t index, size_t runs)
 {
     const json_t *history = json_object_get(run, "history");
-    const char *name = ql_jstr(run, "name", "run"), *colour = ql_colour(index);
-    points p = points_of(history, metric);
-    if (p.n >= SMOOTH_FROM && strcmp(metric, "learning_rate") != 0) {
+    const char *name = ql_jstr(run, "name", "run"), *colour = ql_colour((int)index);
+    points p = points_of(history, metric, HOLES);
+    if (runs == 1 && p.n >= SMOOTH_FROM && strcmp(metric, "learning_rate") != 0) {
         points s = smoothed(&p);
         add_series(panel, name, &p, colour, "faint");
         add_series(panel, name, &s, colour, "line");
         points_free(&s);
     } else {
-        add_series(panel, name, &p, colour, "line");
+        add_series(panel, name, &p, colour, runs > 1 && index == 0 ? "wide" : "line");
     }
     points_free(&p);
     if (strcmp(metric, "loss") != 0) return;
-    points e = points_of(history, "eval_loss");
-    char label[160];
-    snprintf(label, sizeof label, "%.120s eval", name);
-    if (e.n > 0) add_series(panel, label, &e, colour, "dots");
+    points e = points_of(history, "eval_loss", HOLES);
+    if (e.n > 0) add_series(panel, "eval", &e, colour, "dots");
     points_free(&e);
-    add_skipped(panel, history, metric);
+    if (index + 1 == runs) add_skipped(panel, history, metric);
 }
 
 /* b − a where both have the step. Returns how many were shared; *same: how many equal to the last bit. */
@@ -187,12 +200,12 @@ static int difference(const points *a, const points *b, points *d, int *same)
 static void add_differences(json_t *chart, const json_t *runs, const char *metric)
 {
     json_t *panel = new_panel(chart, "difference", 0.5);
-    points first = points_of(json_object_get(json_array_get(runs, 0), "history"), metric);
+    points first = points_of(json_object_get(json_array_get(runs, 0), "history"), metric, VALUES);
     int shared = 0, same = 0;
     json_object_set_new(panel, "zero", json_true());
     for (size_t i = 1; i < json_array_size(runs); i++) {
         const json_t *run = json_array_get(runs, i);
-        points p = points_of(json_object_get(run, "history"), metric), d = {0};
+        points p = points_of(json_object_get(run, "history"), metric, VALUES), d = {0};
         int equal;
         char label[200];
         shared += difference(&first, &p, &d, &equal);
@@ -214,10 +227,10 @@ json_t *ql_chart_runs(const json_t *runs, const char *metric, int diff)
 {
     int both = diff && json_array_size(runs) > 1;
     json_t *chart = new_chart(metric_label(metric), "step", both ? 400 : 280);
-    json_t *panel = new_panel(chart, metric_label(metric), 1);
+    json_t *panel = new_panel(chart, "", 1);
     if (strcmp(metric, "tokens_per_second") == 0 || strcmp(metric, "learning_rate") == 0)
         json_object_set_new(panel, "floor", json_true());
-    for (size_t i = 0; i < json_array_size(runs); i++) add_run(panel, json_array_get(runs, i), metric, (int)i);
+    for (size_t i = 0; i < json_array_size(runs); i++) add_run(panel, json_array_get(runs, i), metric, i, json_array_size(runs));
     if (both) add_differences(chart, runs, metric);
     return chart;
 }
@@ -225,7 +238,7 @@ json_t *ql_chart_runs(const json_t *runs, const char *metric, int diff)
 json_t *ql_chart_memory(const json_t *run)
 {
     const json_t *events = json_object_get(run, "memory"), *ev, *d;
-    json_t *chart = new_chart("device memory", "seconds", 260), *panel = new_panel(chart, "GiB", 1);
+    json_t *chart = new_chart("device memory, GiB", "seconds", 260), *panel = new_panel(chart, "", 1);
     size_t i, k, devices = 0;
     json_object_set_new(panel, "floor", json_true());
     json_array_foreach((json_t *)events, i, ev)

@@ -143,6 +143,7 @@ static void setting_text(const json_t *value, ql_buf *b)
 static void config_rows(ql_table *t, const ql_job *job, int all)
 {
     const ql_setting *s;
+    const char *group = NULL; /* named once */
     int n = ql_settings(&s);
     for (int i = 0; i < n; i++) {
         int set = ql_job_is_set(job, s[i].name);
@@ -151,7 +152,8 @@ static void config_rows(ql_table *t, const ql_job *job, int all)
         ql_buf b = {0};
         setting_text(ql_job_get(job, s[i].name), &b);
         size_t fit = ql_text_fit(ql_buf_str(&b), 44);
-        ql_table_cell(t, "%s", s[i].group);
+        ql_table_cell(t, "%s", group && strcmp(group, s[i].group) == 0 ? "" : s[i].group);
+        group = s[i].group;
         if (set) {
             ql_buf h = {0};
             ql_buf_put(&h, "<b>");

@@ -167,11 +167,22 @@ static void draw_series(ql_buf *b, const frame *f, const json_t *s)
         path(b, f, xs, ys);
         ql_buf_printf(b, "V%.1fH%.1fZ\"/>", f->y + f->h, px(f, item(xs, 0)));
     }
-    int faint = strcmp(kind, "faint") == 0;
+    int faint = strcmp(kind, "faint") == 0, wide = strcmp(kind, "wide") == 0;
     ql_buf_printf(b, "<path fill=\"none\" stroke=\"%s\" stroke-width=\"%s\" stroke-opacity=\"%s\" stroke-linejoin=\"round\" "
-                     "stroke-linecap=\"round\" d=\"", colour, faint ? "1" : "1.8", faint ? "0.28" : "1");
+                     "stroke-linecap=\"round\" d=\"", colour, faint ? "1" : wide ? "5" : "1.8", faint ? "0.28" : wide ? "0.35" : "1");
     path(b, f, xs, ys);
     ql_buf_put(b, "\"/>");
+}
+
+/* An earlier curve has the same name: one entry is enough. */
+static int repeated(const json_t *all, size_t i)
+{
+    const char *name = ql_jstr(json_array_get(all, i), "name", "");
+    for (size_t k = 0; k < i; k++) {
+        const json_t *s = json_array_get(all, k);
+        if (strcmp(ql_jstr(s, "kind", ""), "faint") != 0 && strcmp(ql_jstr(s, "name", ""), name) == 0) return 1;
+    }
+    return 0;
 }
 
 /* Names at the top right, in the order of the curves, right to left. */
@@ -182,7 +193,7 @@ static void legend(ql_buf *b, const json_t *panel, double right, double y)
     for (size_t i = json_array_size(all); i-- > 0;) {
         const json_t *s = json_array_get(all, i);
         const char *kind = ql_jstr(s, "kind", "line"), *colour = ql_jstr(s, "colour", INK), *name = ql_jstr(s, "name", "");
-        if (strcmp(kind, "faint") == 0 || x < 160) continue;
+        if (strcmp(kind, "faint") == 0 || x < 160 || repeated(all, i)) continue;
         char label[64];
         snprintf(label, sizeof label, "%.*s", (int)ql_text_fit(name, 28), name);
         ql_buf_printf(b, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"end\" fill=\"" INK "\">", x, y);
@@ -230,6 +241,12 @@ ql_status ql_chart_svg(const json_t *chart, ql_buf *b)
 
 enum { DOT_COLUMNS = 66, DOT_ROWS_MAX = 12 };
 
+static int is_curve(const json_t *series)
+{
+    const char *kind = ql_jstr(series, "kind", "line");
+    return strcmp(kind, "line") == 0 || strcmp(kind, "wide") == 0 || strcmp(kind, "area") == 0;
+}
+
 static void dot(unsigned char cells[DOT_ROWS_MAX][DOT_COLUMNS], int rows, double fx, double fy)
 {
     static const unsigned char bit[4][2] = {{0x01, 0x08}, {0x02, 0x10}, {0x04, 0x20}, {0x40, 0x80}};
@@ -242,7 +259,7 @@ static void dot_series(unsigned char cells[DOT_ROWS_MAX][DOT_COLUMNS], int rows,
 {
     const json_t *xs = json_object_get(s, "x"), *ys = json_object_get(s, "y");
     double px0 = (double)NAN, py0 = (double)NAN;
-    int joined = strcmp(ql_jstr(s, "kind", "line"), "line") == 0 || strcmp(ql_jstr(s, "kind", "line"), "area") == 0;
+    int joined = is_curve(s);
     for (size_t i = 0; i < json_array_size(xs); i++) {
         double x = (item(xs, i) - xr.lo) / (xr.hi - xr.lo), y = (item(ys, i) - yr.lo) / (yr.hi - yr.lo);
         int steps = joined && isfinite(px0 + py0 + x + y) ? 1 + (int)(fabs(x - px0) * DOT_COLUMNS * 2 + fabs(y - py0) * rows * 4) : 1;
@@ -288,7 +305,7 @@ void ql_chart_text(const json_t *chart, ql_buf *text)
         const char *name = ql_jstr(s, "name", "");
         double last = (double)NAN;
         const json_t *ys = json_object_get(s, "y");
-        if (strcmp(ql_jstr(s, "kind", "line"), "line") != 0 && strcmp(ql_jstr(s, "kind", "line"), "area") != 0) continue;
+        if (!is_curve(s)) continue;
         for (size_t k = json_array_size(ys); k-- > 0 && !isfinite(last);) last = item(ys, k);
         char part[96];
         snprintf(part, sizeof part, " · %.*s %s", (int)ql_text_fit(name, 30), name, ql_fmt_num(last, 5).s);

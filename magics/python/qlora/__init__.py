@@ -243,12 +243,25 @@ def qlora(line, cell=None):
 
 
 def _complete(ip, event):
-    line = event.line[:getattr(event, "text_until_cursor", None) and len(event.text_until_cursor)] if False else event.line
-    words = _json.loads(_core.complete(line))
-    symbol = event.symbol or ""
-    if not symbol.startswith("-"):
+    words, symbol = _json.loads(_core.complete(event.line)), event.symbol or ""
+    if not symbol.startswith("-"):  # IPython splits --key=value at the =
         words = [w.split("=", 1)[1] if w.startswith("--") and "=" in w else w for w in words]
     return words
+
+
+def _brief_traceback(error):
+    """What IPython shows: the message, and only such frames above it as are the person's own functions."""
+    lines, tb = [f"\x1b[31m{type(error).__name__}\x1b[0m: {error}"], error.__traceback__
+    while tb is not None:
+        code = tb.tb_frame.f_code
+        ours = "IPython" in code.co_filename or _Path(code.co_filename).parent == _Path(__file__).parent
+        if not ours and code.co_name != "<module>":
+            lines.insert(-1, f"in {code.co_name}, {code.co_filename}:{tb.tb_lineno}")
+        tb = tb.tb_next
+    return lines
+
+
+Error._render_traceback_ = _core.Stopped._render_traceback_ = _brief_traceback
 
 
 def __getattr__(name):

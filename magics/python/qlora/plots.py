@@ -12,6 +12,8 @@ def _series(ax, s):
     x, y, colour, kind = _numbers(s["x"]), _numbers(s["y"]), s["colour"], s["kind"]
     if kind == "faint":
         ax.plot(x, y, color=colour, alpha=0.28, linewidth=0.9, solid_joinstyle="round")
+    elif kind == "wide":
+        ax.plot(x, y, color=colour, alpha=0.35, linewidth=4.5, solid_joinstyle="round", solid_capstyle="round", label=s["name"])
     elif kind == "dots":
         ax.plot(x, y, "o", markersize=5, markerfacecolor="white", markeredgecolor=colour, markeredgewidth=1.4, label=s["name"])
     elif kind == "cross":
@@ -32,7 +34,8 @@ def draw_panel(ax, panel, xlabel=None, title=None, xlim=None):
     if panel.get("zero"):
         ax.axhline(0, color=LINE, linewidth=0.8, zorder=0.5)
     if panel.get("floor"):
-        ax.set_ylim(bottom=0)
+        top = max((v for s in panel["series"] for v in s["y"] if v is not None), default=1)
+        ax.set_ylim(0, top * 1.06 or 1)
     if xlim and xlim[0] < xlim[1]:
         pad = 0.01 * (xlim[1] - xlim[0])
         ax.set_xlim(xlim[0] - pad, xlim[1] + pad)
@@ -48,10 +51,12 @@ def draw_panel(ax, panel, xlabel=None, title=None, xlim=None):
     if xlabel:
         ax.set_xlabel(xlabel, color=QUIET, fontsize=8.5)
     if title:
-        ax.set_title(title, loc="left", color=INK, fontsize=10, fontweight="semibold", pad=10)
-    handles, labels = ax.get_legend_handles_labels()
-    if title and handles:
-        ax.legend(handles, labels, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncol=min(len(labels), 4), frameon=False,
+        ax.set_title(title, loc="left", color=INK, fontsize=10, fontweight="bold", pad=10)
+    named = {}
+    for handle, label in zip(*ax.get_legend_handles_labels()):
+        named.setdefault(label, handle)
+    if title and named:
+        ax.legend(named.values(), named.keys(), loc="lower right", bbox_to_anchor=(1.0, 1.0), ncol=min(len(named), 5), frameon=False,
                   fontsize=8.5, labelcolor=INK, handlelength=1.4, columnspacing=1.4, borderaxespad=0.2)
     if panel.get("text"):
         ax.text(0.995, 0.93, panel["text"], transform=ax.transAxes, ha="right", va="top", color=INK, fontsize=8.5)

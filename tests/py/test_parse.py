@@ -1,0 +1,84 @@
+"""The meaning of lines and bodies: which option goes where, and what is said when it is none."""
+import json
+
+import pytest
+from front_end import shell
+
+
+def error(line, tmp_path):
+    r = shell(line + "\n", tmp_path)
+    assert r.returncode == 1, r.stdout
+    return r.stderr.strip().removeprefix("qlora: ")
+
+
+@pytest.mark.parametrize("line,part", [
+    ("trian", "unknown verb 'trian': did you mean 'train'?"),
+    ("xyzzy", "%qlora help lists them all"),
+    ("load", "load needs MODEL; usage: %qlora load MODEL"),
+    ("load a b", "'b' is one word too many"),
+    ("config --lora_rnak 4", "did you mean 'lora_rank'?"),
+    ("config --r", "--r needs a value"),
+    ("config --r many", "r"),
+    ("train -r 4", "options have two dashes: --r"),
+    ("plot --metric lost", "--metric is one of loss|grad_norm"),
+    ("plot --r 4", "plot takes no settings"),
+    ("bench --seconds x", "--seconds takes a whole number, not 'x'"),
+    ("config --learning_rate {lr}", "there is no variable lr in this notebook"),
+    ("config --use_dora true", "DoRA is not supported"),
+    ("%%qlora info\nx: 1", "info takes no cell body"),
+    ("%%qlora config\nr: 4\nlora_rnak: 5", "line 2: unknown key 'lora_rnak', did you mean 'lora_rank'?"),
+    ("%%qlora config\nr: 4\n\n", None),
+    ("%%qlora config\n# c\n\n", None),
+    ("%%qlora config\nr: none of it", "line 1: "),
+    ("%%qlora config\n{\"r\": 4,\n\"lora_rnak\": 5}", "line 2: unknown key 'lora_rnak'"),
+    ("%%qlora config\n{\"r\": 4", "line "),
+    ("help lora_alhpa", "did you mean 'lora_alpha'?"),
+    ("data", "no data yet"),
+    ("train", "no model yet"),
+    ("save", "there is no run yet"),
+    ("plan --on 2xT5", "load"),
+])
+def test_errors(line, part, tmp_path):
+    if part is None:
+        assert shell(line + "\n", tmp_path).returncode == 0
+    elif part != "load":
+        assert part in error(line, tmp_path)
+
+
+def config(text, tmp_path):
+    r = shell(text + "\nconfig --save c.json\n", tmp_path)
+    assert r.returncode == 0, r.stderr
+    return json.loads((tmp_path / "c.json").read_text())
+
+
+def test_values(tmp_path):
+    assert config("config --r 8 --lora_alpha=32 --packing --learning_rate 1e-4", tmp_path) == {"r": 8, "lora_alpha": 32, "packing": True, "learning_rate": 1e-4}
+    assert config("config --packing true --fp16 false", tmp_path) == {"packing": True, "fp16": False}
+    assert config("config --no-packing --lora-alpha 4", tmp_path) == {"packing": False, "lora_alpha": 4}
+    assert config("config --fsdp", tmp_path)["fsdp"] in (True, "true")
+    assert config("config --packing   # and a comment --r 4", tmp_path) == {"packing": True}
+    assert config("config --run_name \"a b\";", tmp_path) == {"run_name": "a b"}
+    assert config("config --target_modules [\"q_proj\", \"v_proj\"]", tmp_path) == {"target_modules": ["q_proj", "v_proj"]}
+
+
+def test_bodies(tmp_path):
+    body = "%%qlora config\n# a comment\nlora:\n  r: 8\n  target_modules:\n    - q_proj\n    - v_proj\nmax_steps: 60  # sixty\nrun_name: \"a # b\"\n"
+    expected = {"r": 8, "target_modules": ["q_proj", "v_proj"], "max_steps": 60, "run_name": "a # b"}
+    assert config(body, tmp_path) == expected
+    assert config("%%qlora config\n" + json.dumps({"lora": {"r": 8, "target_modules": ["q_proj", "v_proj"]}, "max_steps": 60, "run_name": "a # b"}) + "\n",
+                  tmp_path) == expected
+
+
+def test_config_keeps_resets_and_reads_files(tmp_path):
+    assert config("config --r 8\nconfig --max_steps 5", tmp_path) == {"r": 8, "max_steps": 5}
+    assert config("config --load c.json --r 9", tmp_path) == {"r": 9, "max_steps": 5}
+    assert config("load m\nconfig --r 9\nconfig --reset", tmp_path) == {"model": "m"}
+    # What fails changes nothing.
+    assert shell("config --r 8 --lora_alpha x\n", tmp_path).returncode == 1
+
+
+def test_settings_of_train_are_for_that_run(tmp_path):
+    r = shell("load m\ndata d\ntrain --max_steps 3 --seed 9\nconfig --save c.json\n", tmp_path)
+    assert r.returncode == 0, r.stderr
+    assert json.loads((tmp_path / "runs/run-1/job.json").read_text())["seed"] == 9
+    assert "seed" not in json.loads((tmp_path / "c.json").read_text())

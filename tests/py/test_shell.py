@@ -1,0 +1,182 @@
+"""build/qlora: verbs from stdin, text/plain out, and a client that survives every kind of engine."""
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from front_end import BUILD, FAKE, environment, shell
+
+SETUP = "load m\ndata d.jsonl\n"
+
+
+def width(text):
+    return max(len(line) for line in text.splitlines())
+
+
+def test_every_verb_fits_80_columns(tmp_path):
+    text = "info\nload m\n%%qlora config\nr: 64\nmax_steps: 24\n\nconfig --all\ndata d.jsonl\ntrain\neval\nmemory\nplot\nplot --metric memory\n"
+    text += "verify\ngenerate \"a b\" --compare\nsave out\nunload\nhelp\n"
+    verbs = "info bench load config data plan train resume eval generate plot memory baseline verify save unload help".split()
+    r = shell(text + "".join(f"help {v}\n" for v in verbs), tmp_path, "fp16 warn")
+    assert r.returncode == 0, r.stderr
+    long = [line for line in r.stdout.splitlines() if len(line) > 80 and str(FAKE) not in line]
+    assert not long, long
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "runs" / "run-1" / "job.json").exists()
+
+
+def test_steps_as_lines(tmp_path):
+    r = shell(SETUP + "train --max_steps 20\n", tmp_path)
+    assert "step  1/20  loss 3.2181" in r.stdout
+    assert "eval_loss 2.4042 at step 10" in r.stdout
+    assert "done: run-1: 20 steps" in r.stdout
+
+
+def test_errors_end_the_file(tmp_path):
+    r = shell("load m\ntrian\nhelp\n", tmp_path)
+    assert r.returncode == 1 and "did you mean 'train'?" in r.stderr and "VERB" not in r.stdout
+
+
+@pytest.mark.parametrize("how,text", [
+    ("abort", ["SIGABRT", "illegal memory access", "at rank 1, step 5", "fresh engine"]),
+    ("kill", ["SIGKILL", "out-of-memory"]),
+    ("oom", ["rank 1, step 5: needs 1.2 GiB", "--max_length 1024 fits"]),
+    ("die-at-start", ["exit status 127", "libcudart.so.12"]),
+    ("other-version", ["9.9.9", "0.1.0"]),
+    ("noise", ["no events"]),
+    ("endless", ["more than 256 MiB"]),
+])
+def test_engine_failures(tmp_path, how, text):
+    r = shell(SETUP + "train --max_steps 20\n", tmp_path, how)
+    assert r.returncode == 1
+    for part in text:
+        assert part in r.stderr, r.stderr
+
+
+@pytest.mark.parametrize("how", ["garbage", "huge", "flood", "nan", "fp16"])
+def test_engine_oddities_are_survived(tmp_path, how):
+    r = shell(SETUP + "train --max_steps 12\n", tmp_path, how)
+    assert r.returncode == 0, r.stderr
+    assert "12/12" in r.stdout
+
+
+def test_missing_engine(tmp_path):
+    r = shell(SETUP + "train\n", tmp_path, engine="/nowhere/qlora-engine")
+    assert r.returncode == 1 and "/nowhere/qlora-engine does not start: No such file" in r.stderr
+
+
+def start(tmp_path, text, how):
+    p = subprocess.Popen([str(BUILD / "qlora")], cwd=tmp_path, env=environment(how), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, text=True)
+    p.stdin.write(text)
+    p.stdin.close()
+    return p
+
+
+def children(pid):
+    return [int(c) for c in open(f"/proc/{pid}/task/{pid}/children").read().split()]
+
+
+def gone(pid):
+    for _ in range(200):
+        try:
+            if open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def wait_for(p, part):
+    seen = ""
+    while part not in seen:
+        line = p.stdout.readline()
+        assert line, seen
+        seen += line
+    return seen
+
+
+def test_stop_names_checkpoint_and_resume(tmp_path):
+    p = start(tmp_path, SETUP + "train --max_steps 1000\n", "pace=0.02")
+    wait_for(p, "loss")
+    time.sleep(0.2)
+    t = time.time()
+    p.send_signal(signal.SIGINT)
+    err = p.stderr.read()
+    assert p.wait(10) == 130 and time.time() - t < 2
+    assert "stopped at step" in err and "checkpoint-" in err and "%qlora resume run-1" in err
+    r = shell(SETUP + "resume run-1 --max_steps 60\nplot run-1\n", tmp_path, "pace=0.001")
+    assert r.returncode == 0, r.stderr
+    events = [json.loads(x) for x in open(tmp_path / "runs/run-1/events.jsonl")]
+    assert any(e["ev"] == "start" and e["resumed"] > 0 for e in events)
+
+
+def test_third_stop_kills(tmp_path):
+    p = start(tmp_path, SETUP + "train --max_steps 1000\n", "pace=0.02 ignore-stop")
+    wait_for(p, "loss")
+    engine = children(p.pid)[0]
+    for _ in range(3):
+        p.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    err = p.stderr.read()
+    assert p.wait(10) == 130 and "third stop" in err
+    assert gone(engine)
+
+
+def test_dead_front_end_leaves_no_engine(tmp_path):
+    p = start(tmp_path, SETUP + "train --max_steps 100000\n", "pace=0.02")
+    wait_for(p, "loss")
+    engine = children(p.pid)[0]
+    p.kill()
+    p.wait()
+    assert gone(engine)
+
+
+def test_hung_engine_can_be_stopped(tmp_path):
+    p = start(tmp_path, SETUP + "train --max_steps 20\n", "hang")
+    wait_for(p, "loss")
+    time.sleep(0.3)
+    for _ in range(3):
+        p.send_signal(signal.SIGINT)
+        time.sleep(0.25)
+    assert p.wait(10) == 130
+
+
+def test_engine_gets_one_blas_thread_and_no_extra_descriptors(tmp_path):
+    p = start(tmp_path, SETUP + "train --max_steps 1000\n", "pace=0.02")
+    wait_for(p, "loss")
+    engine = children(p.pid)[0]
+    env = open(f"/proc/{engine}/environ").read().split("\0")
+    assert env.count("OPENBLAS_NUM_THREADS=1") == 1
+    fds = {os.readlink(f"/proc/{engine}/fd/{f}") for f in os.listdir(f"/proc/{engine}/fd")}
+    assert sum("socket" in f for f in fds) == 1 and os.getpgid(engine) == engine
+    p.send_signal(signal.SIGINT)
+    p.wait(10)
+
+
+def test_baseline_says_same_bits(tmp_path):
+    r = shell(SETUP + "train --max_steps 30\nbaseline --steps 20\nplot run-1 run-1-baseline --save d.svg\n", tmp_path)
+    assert r.returncode == 0, r.stderr
+    assert "20/20 losses: same bits" in r.stdout and "gradient_accumulation_steps 2" in r.stdout
+    assert (tmp_path / "d.svg").read_text().startswith("<svg")
+    r = shell(SETUP + "train --max_steps 30\nbaseline --steps 20\n", tmp_path, "drift")
+    assert "0/20 losses: same bits; largest difference" in r.stdout
+
+
+def test_plot_takes_trainer_states(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    rows = [{"step": i, "loss": 3.0 / i, "epoch": 0.1} for i in range(1, 9)] + [{"step": 8, "train_runtime": 1.0}]
+    (tmp_path / "theirs" / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
+    r = shell("plot theirs/trainer_state.json\n", tmp_path)
+    assert r.returncode == 0 and "theirs" in r.stdout, r.stderr
+    assert "no run 'rnu-1'" in shell("plot rnu-1\n", tmp_path).stderr
+
+
+def test_quick(tmp_path):
+    t = time.time()
+    for _ in range(5):
+        shell("help\n", tmp_path)
+    assert (time.time() - t) / 5 < 0.2
