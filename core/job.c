@@ -4,6 +4,7 @@
 #include <ctype.h>
 #include <errno.h>
 #include <math.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
@@ -12,25 +13,33 @@ enum { TEXT_MAX = 1 << 20, DEPTH_MAX = 16, SHOW_MAX = 80 };
 
 struct ql_job {
     json_t *set;      /* canonical name → value, in the order given */
-    json_t *defaults; /* name → default, shared by copies, never changed */
+    json_t *defaults; /* name → default, shared by all, never changed */
 };
 
 /* ---- life ----------------------------------------------------------------------------------------- */
 
-static ql_status load_defaults(json_t **out)
+/* Read once for the process, never changed and never freed. */
+static json_t *all_defaults;
+static const char *bad_default;
+static pthread_once_t defaults_once = PTHREAD_ONCE_INIT;
+
+static void load_defaults(void)
 {
     const ql_setting *s;
     int n = ql_settings(&s);
     json_t *d = json_object();
-    for (int i = 0; d && i < n; i++) {
+    for (int i = 0; i < n && !bad_default; i++) {
         json_t *v = json_loads(s[i].def, JSON_DECODE_ANY, NULL);
-        if (!v || json_object_set_new(d, s[i].name, v)) {
-            json_decref(d);
-            QL_FAIL(QL_EINTERNAL, "settings: the default of '%s' is not JSON", s[i].name);
-        }
+        if (!v || json_object_set_new(d, s[i].name, v)) bad_default = s[i].name;
     }
-    if (!d) QL_FAIL(QL_ENOMEM, "settings: out of memory");
-    *out = d;
+    all_defaults = d;
+}
+
+static ql_status get_defaults(json_t **out)
+{
+    pthread_once(&defaults_once, load_defaults);
+    if (bad_default) QL_FAIL(QL_EINTERNAL, "settings: the default of '%s' cannot be read", bad_default);
+    *out = json_incref(all_defaults);
     return QL_OK;
 }
 
@@ -52,7 +61,7 @@ static ql_status new_job(json_t *set, json_t *defaults, ql_job **out)
 ql_status ql_job_new(ql_job **out)
 {
     json_t *d = NULL;
-    QL_TRY(load_defaults(&d));
+    QL_TRY(get_defaults(&d));
     return new_job(json_object(), d, out);
 }
 

@@ -41,13 +41,14 @@ static int distance(const char *a, const char *b)
     return last[nb];
 }
 
-/* How far b is from what was typed; a whole part of a name ("alpha" in lora_alpha) is near. */
+/* How far b is from what was typed; a whole part of a name ("alpha" in lora_alpha) is near. WORD_MAX: too far. */
 static int farness(const char *typed, const char *b)
 {
-    int n = (int)strlen(typed), d = distance(typed, b);
-    if (n >= 3 && strcasestr(b, typed)) d = least(d, 2);
-    if (d >= n) return WORD_MAX;
-    return d <= (n < 4 ? 1 : n / 3) || (n >= 3 && d <= 2 && strcasestr(b, typed)) ? d : WORD_MAX;
+    int n = (int)strlen(typed), most = n < 4 ? 1 : n / 3, d;
+    if (n >= 3 && n <= WORD_MAX && strcasestr(b, typed)) return 2;
+    if (abs(n - (int)strlen(b)) > most) return WORD_MAX; /* at least as far as the lengths */
+    d = distance(typed, b);
+    return d <= most && d < n ? d : WORD_MAX;
 }
 
 const char *ql_nearest(const char *word, const char *const *words, int n, char *buf, size_t size)
