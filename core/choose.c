@@ -1,0 +1,261 @@
+#include "core/choose.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+static void say(ql_reasons *why, const char *fmt, ...) QL_PRINTF(2, 3);
+static void say(ql_reasons *why, const char *fmt, ...)
+{
+    va_list ap;
+    if (!why || why->n >= QL_REASONS) return;
+    va_start(ap, fmt);
+    vsnprintf(why->text[why->n++], QL_REASON_TEXT, fmt, ap);
+    va_end(ap);
+}
+
+static double gib(int64_t bytes)
+{
+    return (double)bytes / (1 << 30);
+}
+
+/* Rank 0 is as full as any: shards are equal, and its state runs cover whole blocks like the others'. */
+ql_status ql_choice_bytes(const ql_spec *spec, int64_t *device, int64_t *host)
+{
+    ql_mem *m = NULL;
+    ql_arena a = {0};
+    QL_TRY(ql_mem_open(spec, 0, &m));
+    ql_status st = ql_mem_carve(m, &a);
+    *device = a.used;
+    *host = ql_mem_host_base(m) + spec->choice.world * ql_mem_host_rank(m);
+    ql_mem_close(m);
+    return st;
+}
+
+typedef struct {
+    ql_spec *s;
+    const ql_args *args;
+    const ql_place *place;
+    ql_reasons *why;
+    uint8_t fixed[QL_MAX_LAYERS];   /* 1: the user fixed this layer's store */
+    ql_status st;
+} chooser;
+
+static int fits(chooser *c)
+{
+    int64_t device = 0, host = 0;
+    if (c->st != QL_OK) return 0;
+    c->st = ql_choice_bytes(c->s, &device, &host);
+    return c->st == QL_OK && device <= c->place->capacity && host <= c->place->host;
+}
+
+static void store_all(chooser *c, ql_store_kind k, int from, int to)
+{
+    for (int l = from; l < to; l++)
+        if (!c->fixed[l]) c->s->choice.store[l] = (uint8_t)k;
+}
+
+static void keep_top(chooser *c, int n, ql_keep keep, ql_keep rest)
+{
+    ql_choice *ch = &c->s->choice;
+    for (int l = 0; l < ch->layers; l++) ch->keep[l] = (uint8_t)(l >= ch->layers - n ? keep : rest);
+}
+
+static void save_all(chooser *c, int on)
+{
+    memset(c->s->choice.save, on, (size_t)c->s->choice.layers);
+}
+
+/* The largest n in [lo, hi] that fits, given that lo does. */
+static int most(chooser *c, int lo, int hi, void (*set)(chooser *c, int n))
+{
+    while (lo < hi) {
+        int mid = (lo + hi + 1) / 2;
+        set(c, mid);
+        if (fits(c))
+            lo = mid;
+        else
+            hi = mid - 1;
+    }
+    set(c, lo);
+    return lo;
+}
+
+static void set_stay(chooser *c, int n) /* n layers stay on the devices, the others rest on the host */
+{
+    ql_store_kind here = c->s->choice.world > 1 ? QL_STORE_SHARDED : QL_STORE_RESIDENT;
+    store_all(c, here, 0, n);
+    store_all(c, QL_STORE_HOST, n, c->s->choice.layers);
+}
+
+static void set_keep_all(chooser *c, int n) { keep_top(c, n, QL_KEEP_ALL, QL_KEEP_INPUT); }
+static void set_cached(chooser *c, int n)
+{
+    ql_choice *ch = &c->s->choice;
+    store_all(c, QL_STORE_RESIDENT, 0, ch->layers);
+    store_all(c, QL_STORE_RESIDENT16, ch->layers - n, ch->layers);
+}
+
+/* ---- where weights rest ----------------------------------------------------------------------- */
+
+static void pick_store(chooser *c)
+{
+    const ql_fsdp *f = &c->args->fsdp;
+    ql_choice *ch = &c->s->choice;
+    int n = ch->layers;
+    int64_t device = 0, host = 0, sharded = 0;
+    if (f->offload) {
+        store_all(c, QL_STORE_HOST, 0, n);
+        say(c->why, "host: cpu_offload, every layer streams from one pinned copy");
+        return;
+    }
+    if (f->mode == QL_FSDP_ON) {
+        store_all(c, f->reshard && ch->world > 1 ? QL_STORE_SHARDED : QL_STORE_RESIDENT, 0, n);
+        if (ch->world > 1 && f->reshard)
+            say(c->why, "sharded: fsdp, each of %d devices holds 1/%d of every layer", ch->world, ch->world);
+        else
+            say(c->why, ch->world > 1 ? "resident: fsdp with reshard_after_forward false keeps every layer gathered"
+                                      : "resident: one device, there is nothing to shard");
+        return;
+    }
+    store_all(c, QL_STORE_RESIDENT, 0, n);
+    if (f->mode == QL_FSDP_OFF) {
+        say(c->why, "resident: fsdp is off");
+        return;
+    }
+    if (fits(c)) {
+        ql_choice_bytes(c->s, &device, &host);
+        if (ch->world > 1) {
+            store_all(c, QL_STORE_SHARDED, 0, n);
+            ql_choice_bytes(c->s, &sharded, &host);
+            store_all(c, QL_STORE_RESIDENT, 0, n);
+            say(c->why, "resident (auto: fits at %.2f GiB; --fsdp true shards to %.2f)", gib(device), gib(sharded));
+        } else {
+            say(c->why, "resident (auto: fits at %.2f GiB)", gib(device));
+        }
+        return;
+    }
+    if (ch->world > 1) {
+        store_all(c, QL_STORE_SHARDED, 0, n);
+        if (fits(c)) {
+            ql_choice_bytes(c->s, &device, &host);
+            say(c->why, "sharded (auto: resident does not fit in %.2f GiB; shards do at %.2f)", gib(c->place->capacity), gib(device));
+            return;
+        }
+    }
+    set_stay(c, 0);
+    if (!fits(c)) return;
+    int stay = most(c, 0, n, set_stay);
+    say(c->why, "%d layers %s, %d streamed from host memory (auto: the most that fits in %.2f GiB)", stay,
+        ch->world > 1 ? "sharded" : "resident", n - stay, gib(c->place->capacity));
+}
+
+/* ---- activations ------------------------------------------------------------------------------ */
+
+static void pick_keep(chooser *c)
+{
+    ql_choice *ch = &c->s->choice;
+    int learn = ch->layers - ch->first;
+    if (c->args->checkpointing == QL_PICK_YES || c->args->activation_offload == QL_PICK_YES) {
+        keep_top(c, 0, QL_KEEP_ALL, QL_KEEP_INPUT);
+        say(c->why, "every layer is recomputed in backward (%s)",
+            c->args->checkpointing == QL_PICK_YES ? "gradient_checkpointing" : "activation_offloading");
+        return;
+    }
+    if (c->args->checkpointing == QL_PICK_NO) {
+        keep_top(c, ch->layers, QL_KEEP_ALL, QL_KEEP_ALL);
+        say(c->why, "all activations are kept (gradient_checkpointing false)");
+        return;
+    }
+    if (!fits(c)) return;
+    int kept = most(c, 0, learn, set_keep_all);
+    if (kept < learn) {
+        /* Layers that cannot be kept whole may still keep all but gate and up. */
+        int part = 0;
+        for (int n = learn - kept; n > 0; n /= 2) {
+            for (int l = ch->layers - kept - part - n; l < ch->layers - kept - part; l++)
+                if (l >= ch->first) ch->keep[l] = QL_KEEP_NO_MLP;
+            if (fits(c)) {
+                part += n;
+            } else {
+                for (int l = ch->layers - kept - part - n; l < ch->layers - kept - part; l++)
+                    if (l >= 0) ch->keep[l] = QL_KEEP_INPUT;
+            }
+            if (part >= learn - kept) break;
+        }
+        say(c->why, "recompute (auto): %d layers kept, %d recompute gate/up only, %d recompute all", kept, part, learn - kept - part);
+    } else {
+        say(c->why, "nothing is recomputed (auto: all activations fit)");
+    }
+}
+
+static void pick_save(chooser *c)
+{
+    save_all(c, c->args->activation_offload == QL_PICK_YES);
+    if (c->args->activation_offload == QL_PICK_YES) say(c->why, "layer inputs rest in host memory between forward and backward");
+    if (c->args->activation_offload != QL_PICK_AUTO || fits(c)) return;
+    save_all(c, 1);
+    if (fits(c))
+        say(c->why, "layer inputs rest in host memory (auto: they do not fit beside the rest)");
+    else
+        save_all(c, 0);
+}
+
+static int some_fixed(const chooser *c)
+{
+    for (int l = 0; l < c->s->choice.layers; l++)
+        if (c->fixed[l]) return 1;
+    return 0;
+}
+
+/* What is left over keeps layers dequantised: nothing of them is decoded again. */
+static void pick_cache(chooser *c)
+{
+    ql_choice *ch = &c->s->choice;
+    if (c->place->arch == 0 || c->args->fsdp.mode != QL_FSDP_AUTO || c->args->fsdp.offload || some_fixed(c)) return;
+    for (int l = 0; l < ch->layers; l++)
+        if (ch->store[l] != QL_STORE_RESIDENT || (l >= ch->first && ch->keep[l] != QL_KEEP_ALL)) return;
+    int n = most(c, 0, ch->layers, set_cached);
+    if (n) say(c->why, "%d of %d layers stay dequantised (auto: memory is left)", n, ch->layers);
+}
+
+static ql_status fixed_stores(chooser *c)
+{
+    ql_choice *ch = &c->s->choice;
+    ql_store_kind k[QL_MAX_LAYERS] = {QL_STORE_AUTO};
+    QL_TRY(ql_store_parse(c->args->store, ch->layers, k));
+    for (int l = 0; l < ch->layers; l++) {
+        c->fixed[l] = k[l] != QL_STORE_AUTO;
+        ch->store[l] = (uint8_t)(c->fixed[l] ? k[l] : QL_STORE_RESIDENT);
+        if (ch->world == 1 && ch->store[l] == QL_STORE_SHARDED) ch->store[l] = QL_STORE_RESIDENT;
+    }
+    if (some_fixed(c)) say(c->why, "store as set");
+    return QL_OK;
+}
+
+ql_status ql_choose(ql_spec *spec, const ql_args *args, const ql_place *place, ql_reasons *why)
+{
+    chooser c = {.s = spec, .args = args, .place = place, .why = why};
+    ql_choice *ch = &spec->choice;
+    if (ch->layers > QL_MAX_LAYERS) QL_FAIL(QL_ENOSUP, "%d layers: at most %d", ch->layers, (int)QL_MAX_LAYERS);
+    ch->schedule = args->breadth == QL_PICK_YES ? QL_BREADTH : QL_LOOP;
+    keep_top(&c, 0, QL_KEEP_ALL, QL_KEEP_INPUT);
+    save_all(&c, 0);
+    QL_TRY(fixed_stores(&c));
+    /* First where weights rest with everything else at its smallest, then what the rest of the memory buys. */
+    if (args->activation_offload == QL_PICK_YES) save_all(&c, 1);
+    pick_store(&c);
+    pick_save(&c);
+    pick_keep(&c);
+    pick_cache(&c);
+    QL_TRY(c.st);
+    int64_t device = 0, host = 0;
+    QL_TRY(ql_choice_bytes(spec, &device, &host));
+    if (device > place->capacity)
+        QL_FAIL(QL_ENOMEM, "this job needs %.2f GiB on each device, %.2f are there. What helps: a shorter --max_length, a smaller "
+                "--per_device_train_batch_size, --gradient_checkpointing true, --fsdp true on more devices, --activation_offloading true, "
+                "--optim paged_adamw_8bit", gib(device), gib(place->capacity));
+    if (host > place->host)
+        QL_FAIL(QL_ENOMEM, "this job needs %.2f GiB of host memory for what is offloaded, %.2f are there", gib(host), gib(place->host));
+    return QL_OK;
+}

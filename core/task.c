@@ -1,0 +1,155 @@
+#include "core/task.h"
+
+#include "core/lora.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { HEAD_CHUNK = 1024, DOCS_WITHOUT_DATA = 64 };
+
+void ql_task_close(ql_task *t)
+{
+    if (!t) return;
+    ql_dataset_close(t->train);
+    ql_dataset_close(t->eval);
+    ql_lora_close(t->lora);
+    ql_model_close(t->model);
+    ql_job_free(t->job);
+    free(t);
+}
+
+void ql_task_batch_bounds(const ql_dataset *d, int64_t batch, int64_t *rows, int64_t *docs)
+{
+    int64_t parts = 1, n = ql_dataset_size(d);
+    for (int64_t i = 0; i < n; i++) parts = ql_max64(parts, ql_dataset_parts(d, i));
+    int64_t b = ql_min64(batch, n);
+    *rows = ql_max64(*rows, ql_dataset_packed(d) ? ql_round_up(b * ql_dataset_longest(d), 64) : b * ql_round_up(ql_dataset_longest(d), 64));
+    *docs = ql_max64(*docs, b * parts);
+}
+
+static ql_status open_adapters(ql_task *t, const ql_task_inputs *in)
+{
+    ql_lora_config cfg;
+    if (in->adapter) return ql_lora_open(in->adapter, &t->model->cfg, &t->lora);
+    json_t *o = ql_job_group(t->job, "lora");
+    if (!o) QL_FAIL(QL_ENOMEM, "no memory for the LoRA settings");
+    ql_status st = ql_lora_config_parse(o, "config", &cfg);
+    json_decref(o);
+    if (st != QL_OK) return st;
+    return ql_lora_build(&t->model->cfg, &cfg, &t->lora);
+}
+
+/* fp16 on a T4, bf16 where it is in hardware, fp32 on a CPU; the residual stream of Qwen in fp16 needs more range. */
+static void pick_dtypes(ql_task *t, const ql_place *p)
+{
+    ql_spec *s = &t->spec;
+    s->dtype = t->args.dtype;
+    if (s->dtype == QL_DTYPES) s->dtype = p->arch == 0 ? QL_F32 : p->bf16 ? QL_BF16 : QL_F16;
+    s->res = t->args.residual_dtype;
+    if (s->res == QL_DTYPES) {
+        int qwen = t->model->cfg.arch == QL_QWEN2 || t->model->cfg.arch == QL_QWEN3;
+        s->res = qwen && s->dtype == QL_F16 ? QL_F32 : s->dtype;
+    }
+}
+
+static ql_status open_data(ql_task *t, const ql_task_inputs *in)
+{
+    const ql_args *a = &t->args;
+    int pack = ql_job_bool(t->job, "packing"), eval_pack = ql_job_get(t->job, "eval_packing") && !json_is_null(ql_job_get(t->job, "eval_packing"))
+                                                                 ? ql_job_bool(t->job, "eval_packing")
+                                                                 : pack;
+    const char *how = ql_job_str(t->job, "packing_strategy");
+    ql_packing kind = how && strcmp(how, "wrapped") == 0 ? QL_PACK_WRAPPED : QL_PACK_BFD;
+    ql_spec *s = &t->spec;
+    if (in->train) QL_TRY(ql_dataset_open(in->train, pack ? kind : QL_PACK_NONE, a->max_length, &t->train));
+    if (in->eval) QL_TRY(ql_dataset_open(in->eval, eval_pack ? kind : QL_PACK_NONE, a->max_length, &t->eval));
+    s->rows = 64, s->docs = 1;
+    if (t->train) ql_task_batch_bounds(t->train, a->batch, &s->rows, &s->docs);
+    if (t->eval) ql_task_batch_bounds(t->eval, a->eval_batch, &s->rows, &s->docs);
+    if (!t->train && !t->eval && !in->cache_rows) {
+        s->rows = a->batch * ql_round_up(a->max_length, 64);
+        s->docs = pack ? DOCS_WITHOUT_DATA * a->batch : a->batch;
+    }
+    s->docs = ql_round_up(s->docs, 16);
+    int64_t samples = t->train ? ql_dataset_size(t->train) : a->batch * a->accumulation * in->place.world;
+    return ql_steps_plan(a, samples, in->place.world, &t->steps);
+}
+
+static void fill_spec(ql_task *t, const ql_task_inputs *in)
+{
+    ql_spec *s = &t->spec;
+    const ql_args *a = &t->args;
+    ql_choice *c = &s->choice;
+    s->model = t->model;
+    s->lora = t->lora;
+    s->dropout = t->lora->cfg.dropout;
+    s->smoothing = a->label_smoothing;
+    s->seed = a->seed;
+    s->head_chunk = HEAD_CHUNK;
+    s->steps = t->steps.max_steps;
+    s->quant = (ql_quant){a->load_in_4bit, a->double_quant, a->dequant_direct};
+    s->state = a->adam_8bit ? QL_ADAM_8BIT : QL_ADAM_F32;
+    s->state_host = a->adam_paged || a->fsdp.offload;
+    s->cache_rows = in->cache_rows;
+    c->world = in->place.world;
+    c->layers = (int)t->model->cfg.layers;
+    c->first = (int)t->lora->target[0].layer;
+    c->g = (int)t->steps.group;
+    c->pieces = ql_plan_pieces(c->g, a->exact_worlds);
+    c->train = 1;
+}
+
+ql_status ql_task_open(const ql_task_inputs *in, ql_task **out)
+{
+    ql_status st = QL_OK;
+    const char *path;
+    ql_task *t = calloc(1, sizeof *t);
+    if (!t) QL_FAIL(QL_ENOMEM, "no memory for a job");
+    QL_GO(ql_job_from_json(in->job, &t->job));
+    QL_GO(ql_args_from_job(t->job, &t->args));
+    path = t->args.model;
+    if (!path) {
+        st = ql_fail(QL_EINVAL, "no model: `load NAME` first");
+        goto out;
+    }
+    if (in->weights == QL_WEIGHTS_MAPPED)
+        QL_GO(ql_model_open(path, &t->model));
+    else
+        QL_GO(ql_model_open_config(path, &t->model));
+    QL_GO(open_adapters(t, in));
+    pick_dtypes(t, &in->place);
+    QL_GO(open_data(t, in));
+    t->pad_id = (int32_t)ql_max64(0, t->model->cfg.pad >= 0 ? t->model->cfg.pad : t->model->cfg.eos_count ? t->model->cfg.eos[0] : 0);
+    fill_spec(t, in);
+    QL_GO(ql_choose(&t->spec, &t->args, &in->place, &t->why));
+out:
+    if (st == QL_OK)
+        *out = t;
+    else
+        ql_task_close(t);
+    return st;
+}
+
+ql_status ql_task_lr(const ql_task *t, float **out)
+{
+    ql_lr lr = t->args.lr;
+    float *v = malloc((size_t)t->spec.steps * sizeof *v);
+    if (!v) QL_FAIL(QL_ENOMEM, "no memory for %lld learning rates", (long long)t->spec.steps);
+    lr.warmup = t->steps.warmup;
+    lr.total = t->steps.max_steps;
+    ql_lr_table(&lr, t->spec.steps, v);
+    *out = v;
+    return QL_OK;
+}
+
+int ql_task_same_place(const ql_task *a, const ql_task *b)
+{
+    const ql_spec *x = &a->spec, *y = &b->spec;
+    if (strcmp(a->args.model, b->args.model) != 0 || a->lora->elements != b->lora->elements || a->lora->count != b->lora->count) return 0;
+    for (int64_t i = 0; i < a->lora->count; i++)
+        if (memcmp(&a->lora->target[i], &b->lora->target[i], sizeof a->lora->target[i]) != 0) return 0;
+    return x->dtype == y->dtype && x->res == y->res && x->dropout == y->dropout && x->smoothing == y->smoothing && x->seed == y->seed &&
+           x->rows == y->rows && x->docs == y->docs && x->head_chunk == y->head_chunk && x->steps == y->steps &&
+           memcmp(&x->quant, &y->quant, sizeof x->quant) == 0 && x->state == y->state && x->state_host == y->state_host &&
+           x->cache_rows == y->cache_rows && memcmp(&x->choice, &y->choice, sizeof x->choice) == 0;
+}

@@ -1,0 +1,43 @@
+/* A job made concrete: model, adapters, data, steps, and the spec that ranks run. Front ends (plan), the supervisor and every rank make
+ * it with the same function from the same inputs, so they agree without exchanging it. */
+#ifndef QL_TASK_H
+#define QL_TASK_H
+
+#include "core/args.h"
+#include "core/choose.h"
+#include "core/dataset.h"
+#include "core/memory.h"
+
+typedef enum { QL_WEIGHTS_MAPPED, QL_WEIGHTS_HEADERS } ql_weights; /* headers: config.json is enough, for plans */
+
+typedef struct {
+    const json_t *job;
+    const char *train, *eval;  /* tokenised datasets; NULL none (plans assume full rows) */
+    const char *adapter;       /* PEFT folder whose settings replace the job's; NULL */
+    ql_weights weights;
+    ql_place place;            /* where it is to run */
+    int64_t cache_rows;        /* generation */
+} ql_task_inputs;
+
+typedef struct {
+    ql_job *job;
+    ql_args args;
+    ql_model *model;
+    ql_lora *lora;
+    ql_dataset *train, *eval;
+    ql_steps steps;
+    int32_t pad_id;
+    ql_spec spec;
+    ql_reasons why;            /* of the planner's choices */
+} ql_task;
+
+ql_status ql_task_open(const ql_task_inputs *in, ql_task **out);
+void ql_task_close(ql_task *t);
+/* Rates of all steps (spec.steps). Caller frees. */
+ql_status ql_task_lr(const ql_task *t, float **out);
+/* Whether ranks that hold `a` can run `b` without placing anything again. */
+int ql_task_same_place(const ql_task *a, const ql_task *b);
+/* Longest micro-batch (tokens) and most documents in one, over any order of the examples. */
+void ql_task_batch_bounds(const ql_dataset *d, int64_t batch, int64_t *rows, int64_t *docs);
+
+#endif
