@@ -1,0 +1,184 @@
+#include "core/devices.h"
+
+#include "core/file.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+/* What the driver, cuBLAS and NCCL take outside the arena. Measured as `runtime` once a run is on; this is the room left for it. */
+#define RUNTIME_BYTES ((int64_t)700 << 20)
+
+static int64_t read_number(const char *path)
+{
+    char *text = NULL;
+    size_t n = 0;
+    int64_t v = -1;
+    if (ql_file_read(path, 4096, &text, &n) != QL_OK) {
+        ql_error_clear();
+        return -1;
+    }
+    if (text[0] >= '0' && text[0] <= '9') v = strtoll(text, NULL, 10);
+    free(text);
+    return v;
+}
+
+int64_t ql_host_free(void)
+{
+    char *text = NULL;
+    size_t n = 0;
+    int64_t available = (int64_t)sysconf(_SC_AVPHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    if (ql_file_read("/proc/meminfo", 1 << 20, &text, &n) == QL_OK) {
+        const char *p = strstr(text, "MemAvailable:");
+        if (p) available = strtoll(p + 13, NULL, 10) * 1024;
+        free(text);
+    }
+    ql_error_clear();
+    int64_t limit = read_number("/sys/fs/cgroup/memory.max"), used = read_number("/sys/fs/cgroup/memory.current");
+    if (limit > 0 && used >= 0 && limit - used < available) available = limit - used;
+    return ql_max64(available, 0);
+}
+
+static json_t *describe(const ql_backend *be, int index, int count)
+{
+    ql_dev *d = NULL;
+    ql_dev_info i;
+    json_t *o = NULL, *peers = json_array();
+    if (be->dev->open(index, &d) == QL_OK && be->dev->info(d, &i) == QL_OK) {
+        for (int k = 0; k < count; k++) {
+            int yes = 0;
+            if (k != index && be->dev->peer(index, k, &yes) == QL_OK && yes) json_array_append_new(peers, json_integer(k));
+        }
+        o = json_pack("{s:s,s:s,s:s,s:i,s:i,s:i,s:b,s:I,s:I,s:s,s:s,s:O}", "name", i.name, "id", i.id, "backend", be->name, "index", index,
+                      "arch", i.arch, "cores", i.sms, "bf16", i.bf16, "total", (json_int_t)i.total_bytes, "free",
+                      (json_int_t)i.free_bytes, "driver", i.driver, "libs", i.libs, "peers", peers);
+    }
+    if (d) be->dev->close(d);
+    json_decref(peers);
+    return o;
+}
+
+/* In a child: the answer is one line on fd, an array or an object with "missing". */
+static void answer(int fd, const char *library)
+{
+    const ql_backend *be = NULL;
+    json_t *list = json_array(), *all;
+    int n = 0;
+    ql_status st = ql_backend_cuda(library, &be);
+    if (st == QL_OK) st = be->dev->count(&n);
+    for (int i = 0; st == QL_OK && i < n; i++) {
+        json_t *o = describe(be, i, n);
+        if (o) json_array_append_new(list, o);
+    }
+    all = json_pack("{s:o,s:s}", "devices", list, "missing", st == QL_OK ? (n ? "" : "no CUDA device is visible") : ql_error());
+    if (all) json_dumpfd(all, fd, JSON_COMPACT);
+    _exit(0);
+}
+
+static ql_status ask(const char *library, json_t **out)
+{
+    int fd[2];
+    json_error_t err;
+    if (pipe(fd)) QL_FAIL(QL_EIO, "devices: no pipe: %s", strerror(errno));
+    fflush(NULL);
+    pid_t pid = fork();
+    if (pid < 0) {
+        close(fd[0]);
+        close(fd[1]);
+        QL_FAIL(QL_ENOMEM, "devices: no process: %s", strerror(errno));
+    }
+    if (pid == 0) {
+        close(fd[0]);
+        answer(fd[1], library);
+    }
+    close(fd[1]);
+    FILE *f = fdopen(fd[0], "r");
+    json_t *o = f ? json_loadf(f, JSON_DISABLE_EOF_CHECK, &err) : NULL;
+    if (f) fclose(f);
+    int status = 0;
+    while (waitpid(pid, &status, 0) < 0 && errno == EINTR) {}
+    if (!o)
+        o = json_pack("{s:[],s:s}", "devices", "missing", "the CUDA driver ended the process that asked it for devices");
+    if (!o) QL_FAIL(QL_ENOMEM, "devices: no memory");
+    *out = o;
+    return QL_OK;
+}
+
+ql_status ql_devices_probe(const char *cuda_library, json_t **out, char *missing, size_t size)
+{
+    json_t *o = NULL;
+    QL_TRY(ask(cuda_library, &o));
+    snprintf(missing, size, "%s", json_string_value(json_object_get(o, "missing")));
+    json_t *list = json_incref(json_object_get(o, "devices"));
+    json_decref(o);
+    json_t *cpu = describe(ql_backend_cpu(), 0, 1);
+    if (cpu) json_array_append_new(list, cpu);
+    *out = list;
+    return QL_OK;
+}
+
+/* ---- picking ---------------------------------------------------------------------------------- */
+
+static const json_t *find(const json_t *probe, const char *backend, int index)
+{
+    size_t i;
+    json_t *o;
+    json_array_foreach(probe, i, o)
+    {
+        const char *b = json_string_value(json_object_get(o, "backend"));
+        if (b && strcmp(b, backend) == 0 && json_integer_value(json_object_get(o, "index")) == index) return o;
+    }
+    return NULL;
+}
+
+static int count(const json_t *probe, const char *backend)
+{
+    int n = 0;
+    while (find(probe, backend, n)) n++;
+    return n;
+}
+
+static ql_status pick_cuda(const ql_args *a, const json_t *probe, ql_place *p, int *device)
+{
+    int all = count(probe, "cuda");
+    p->world = a->devices.count ? a->devices.count : all;
+    if (p->world > QL_MAX_WORLD) QL_FAIL(QL_ENOSUP, "%d devices: at most %d", p->world, (int)QL_MAX_WORLD);
+    p->capacity = INT64_MAX, p->arch = INT32_MAX, p->bf16 = 1;
+    for (int i = 0; i < p->world; i++) {
+        device[i] = a->devices.count ? a->devices.index[i] : i;
+        const json_t *d = find(probe, "cuda", device[i]);
+        if (!d) QL_FAIL(QL_EINVAL, "devices: there is no CUDA device %d (there are %d, numbered from 0)", device[i], all);
+        int64_t room = json_integer_value(json_object_get(d, "free")) - RUNTIME_BYTES;
+        int64_t limit = a->device_memory[i] ? a->device_memory[i] - RUNTIME_BYTES : 0;
+        p->capacity = ql_min64(p->capacity, ql_max64(0, limit ? ql_min64(limit, room) : room));
+        p->arch = (int)ql_min64(p->arch, json_integer_value(json_object_get(d, "arch")));
+        p->bf16 &= json_is_true(json_object_get(d, "bf16"));
+    }
+    return QL_OK;
+}
+
+ql_status ql_devices_pick(const ql_args *a, const json_t *probe, const char *missing, ql_place *place, char backend[16],
+                          int device[QL_MAX_WORLD])
+{
+    ql_place p = {0};
+    int cuda = count(probe, "cuda");
+    if (a->devices.kind == QL_DEVICES_CUDA && !cuda)
+        QL_FAIL(QL_ENOSUP, "devices: no CUDA device here: %s. `--devices cpu` runs without", missing);
+    p.host = a->host_memory ? a->host_memory : ql_host_free() * 9 / 10;
+    if (a->devices.kind == QL_DEVICES_CUDA || (a->devices.kind == QL_DEVICES_AUTO && cuda)) {
+        QL_TRY(pick_cuda(a, probe, &p, device));
+        strcpy(backend, "cuda");
+    } else {
+        p.world = a->devices.kind == QL_DEVICES_CPU && a->devices.count ? a->devices.count : 1;
+        if (p.world > QL_MAX_WORLD) QL_FAIL(QL_ENOSUP, "%d CPU ranks: at most %d", p.world, (int)QL_MAX_WORLD);
+        p.capacity = a->device_memory[0] ? a->device_memory[0] : ql_host_free() * 8 / 10 / p.world;
+        p.bf16 = 1;
+        for (int i = 0; i < p.world; i++) device[i] = 0;
+        strcpy(backend, "cpu");
+    }
+    *place = p;
+    return QL_OK;
+}

@@ -1,0 +1,337 @@
+#include "core/train.h"
+
+#include "core/ckpt.h"
+#include "core/file.h"
+#include "core/history.h"
+#include "core/sampler.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+double ql_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* One training run at work. */
+typedef struct {
+    ql_worker *w;
+    ql_task *t;
+    ql_rank *r;
+    const char *dir;           /* runs/<name> */
+    ql_history *history;
+    int64_t done, until;       /* optimizer steps made; where this command ends */
+    double began, last_memory;
+    int64_t tokens;            /* trained on in this session */
+    char checkpoint[QL_PATH_MAX];
+    int64_t checkpoint_step;
+} run;
+
+static int first_rank(const run *x)
+{
+    return x->w->p->rank == 0;
+}
+
+/* ---- data order ------------------------------------------------------------------------------- */
+
+static ql_status order_of(ql_worker *w, int64_t epoch)
+{
+    const ql_task *t = w->task;
+    int64_t n = ql_dataset_size(t->train);
+    if (w->order && w->order_epoch == epoch && w->order_n == n) return QL_OK;
+    int32_t *o = realloc(w->order, (size_t)n * sizeof *o);
+    if (!o) QL_FAIL(QL_ENOMEM, "no memory for the order of %lld samples", (long long)n);
+    w->order = o;
+    w->order_n = n, w->order_epoch = epoch;
+    if (t->args.order == QL_ORDER_SEQUENTIAL) {
+        for (int64_t i = 0; i < n; i++) o[i] = (int32_t)i;
+        return QL_OK;
+    }
+    return ql_sampler_order(t->args.data_seed, epoch, n, o);
+}
+
+static ql_status step_data(run *x, int64_t step, ql_step_data *d)
+{
+    ql_step_at at = ql_steps_at(&x->t->steps, step);
+    QL_TRY(order_of(x->w, at.epoch));
+    *d = (ql_step_data){.data = x->t->train, .order = x->w->order, .n = x->t->steps.rows, .first = at.first, .batch = x->t->args.batch,
+                        .g = (int)at.count, .pad_id = x->t->pad_id, .step = (uint32_t)(step + 1)};
+    d->items = ql_step_items(d);
+    return QL_OK;
+}
+
+/* ---- evaluation ------------------------------------------------------------------------------- */
+
+ql_status ql_eval_loss(ql_worker *w, double *loss, int64_t *samples, int64_t *batches)
+{
+    const ql_task *t = w->task;
+    ql_choice c = w->rank->spec->choice;
+    int64_t n = ql_dataset_size(t->eval), b = t->args.eval_batch, all = ql_ceil_div(n, b), seen = 0;
+    float *nll = malloc((size_t)c.g * sizeof *nll);
+    int32_t *order = malloc((size_t)n * sizeof *order);
+    ql_status st = QL_OK;
+    double sum = 0;
+    if (!nll || !order) {
+        st = ql_fail(QL_ENOMEM, "no memory to evaluate %lld samples", (long long)n);
+        goto out;
+    }
+    for (int64_t i = 0; i < n; i++) order[i] = (int32_t)i;
+    c.train = 0;
+    c.schedule = QL_LOOP;
+    for (int64_t at = 0; at < all; at += c.g) {
+        ql_plan p;
+        ql_step_data d = {.data = t->eval, .order = order, .n = n, .first = at, .batch = b, .g = (int)ql_min64(c.g, all - at),
+                          .pad_id = t->pad_id, .step = 0};
+        QL_GO(ql_plan_build(&c, w->p->rank, d.g, &p));
+        st = ql_rank_forward(w->rank, &p, &d, nll);
+        ql_plan_free(&p);
+        if (st != QL_OK) goto out;
+        /* Each batch's mean, weighted by its samples: transformers' prediction loop. */
+        for (int k = 0; k < d.g; k++) {
+            int64_t targets = 0, tokens = 0, from = (at + k) * b, rows = ql_min64(b, n - from);
+            ql_batch_measure(t->eval, order + from, rows, 64, &tokens, &targets);
+            if (targets) sum += (double)nll[k] / (double)targets * (double)rows;
+            if (targets) seen += rows;
+        }
+    }
+    *loss = seen ? sum / (double)seen : 0;
+    *samples = n;
+    *batches = all;
+out:
+    free(nll);
+    free(order);
+    return st;
+}
+
+static ql_status evaluate(run *x, int *best)
+{
+    ql_eval_record e = {0};
+    double from = ql_now();
+    if (!x->t->eval) return QL_OK;
+    QL_TRY(ql_worker_say(x->w, "evaluating", ""));
+    QL_TRY(ql_eval_loss(x->w, &e.loss, &e.samples, &e.batches));
+    e.seconds = ql_now() - from;
+    QL_TRY(ql_history_eval(x->history, &e, best));
+    const json_t *all = ql_history_records(x->history);
+    return ql_worker_emit(x->w, "eval", json_deep_copy(json_array_get(all, json_array_size(all) - 1)));
+}
+
+/* ---- checkpoints ------------------------------------------------------------------------------ */
+
+static ql_status save(run *x)
+{
+    QL_TRY(ql_worker_say(x->w, "saving", ""));
+    QL_TRY(ql_checkpoint_write(x->w, x->dir, x->history, x->done, x->checkpoint));
+    x->checkpoint_step = x->done;
+    return ql_worker_emit(x->w, "checkpoint", json_pack("{s:I,s:s}", "step", (json_int_t)x->done, "path", x->checkpoint));
+}
+
+/* ---- records ---------------------------------------------------------------------------------- */
+
+static json_t *rank_memory(const ql_rank_state *s, int rank)
+{
+    json_t *bytes = json_object();
+    int64_t arena = 0;
+    for (int c = 0; c < QL_CATS; c++) {
+        arena += s->bytes[c];
+        if (s->bytes[c]) json_object_set_new(bytes, ql_cat_name((ql_cat)c), json_integer(s->bytes[c]));
+    }
+    /* What the driver counts for this process beyond our arena: context, libraries, communicator. */
+    int64_t runtime = s->mem.process > arena ? s->mem.process - arena : 0;
+    if (runtime) json_object_set_new(bytes, "runtime", json_integer(runtime));
+    return json_pack("{s:i,s:s,s:o,s:I,s:I,s:I,s:I,s:I,s:i,s:i}", "rank", rank, "name", s->name, "bytes", bytes, "arena", (json_int_t)arena,
+                     "peak", (json_int_t)s->mem.peak, "process", (json_int_t)s->mem.process, "used", (json_int_t)s->mem.used, "total",
+                     (json_int_t)s->mem.total, "temperature", s->mem.temperature_c, "power", s->mem.power_w);
+}
+
+static ql_status report_memory(run *x, int force)
+{
+    double now = ql_now();
+    if (!force && now - x->last_memory < 0.5) return QL_OK;
+    x->last_memory = now;
+    QL_TRY(ql_rank_measure(x->r));
+    if (!first_rank(x)) return QL_OK;
+    json_t *list = json_array();
+    for (int i = 0; i < x->w->p->world; i++) json_array_append_new(list, rank_memory(&x->w->p->shared->rank[i], i));
+    return ql_worker_emit(x->w, "memory", json_pack("{s:o,s:I}", "devices", list, "host", (json_int_t)ql_mem_host_base(x->r->mem) +
+                                                    x->w->p->world * ql_mem_host_rank(x->r->mem)));
+}
+
+static ql_status report_step(run *x, const ql_step_data *d, const ql_step_result *s, double seconds)
+{
+    char bits[16];
+    uint32_t u;
+    int64_t tokens = ql_step_tokens(d);
+    memcpy(&u, &s->loss, 4);
+    snprintf(bits, sizeof bits, "%08x", u);
+    x->tokens += tokens;
+    ql_step_record rec = {.step = x->done, .loss = (double)s->loss, .grad_norm = (double)s->norm, .lr = (double)s->lr, .tokens = tokens};
+    ql_history_step(x->history, &rec);
+    json_t *o = json_pack("{s:I,s:f,s:I,s:f,s:f,s:f,s:b,s:s}", "step", (json_int_t)x->done, "epoch",
+                          ql_steps_epoch(&x->t->steps, x->done), "tokens", (json_int_t)tokens, "seconds", seconds, "tokens_per_second",
+                          seconds > 0 ? (double)tokens / seconds : 0.0, "loss_scale", (double)s->loss_scale, "skipped", s->skipped,
+                          "loss_bits", bits);
+    if (!o) QL_FAIL(QL_ENOMEM, "no memory for a record");
+    QL_TRY(ql_json_set_number(o, "loss", (double)s->loss));
+    QL_TRY(ql_json_set_number(o, "grad_norm", (double)s->norm));
+    QL_TRY(ql_json_set_number(o, "learning_rate", (double)s->lr));
+    return ql_worker_emit(x->w, "step", o);
+}
+
+static ql_status report_start(run *x, int64_t resumed)
+{
+    const ql_task *t = x->t;
+    json_t *devices = json_array(), *why = json_array();
+    char trainable[256];
+    for (int i = 0; i < x->w->p->world; i++) {
+        const ql_rank_state *s = &x->w->p->shared->rank[i];
+        json_array_append_new(devices, json_pack("{s:i,s:s,s:I}", "rank", i, "name", s->name, "total", (json_int_t)s->mem.total));
+    }
+    for (int i = 0; i < t->why.n; i++) json_array_append_new(why, json_string(t->why.text[i]));
+    ql_lora_summary(t->lora, &t->model->cfg, trainable, sizeof trainable);
+    return ql_worker_emit(x->w, "start",
+                          json_pack("{s:s,s:I,s:f,s:i,s:s,s:s,s:s,s:I,s:s,s:I,s:o,s:o}", "run", x->dir, "max_steps",
+                                    (json_int_t)t->steps.max_steps, "epochs", ql_steps_epoch(&t->steps, t->steps.max_steps), "world",
+                                    x->w->p->world, "backend", x->w->p->launch->be->name, "dtype", ql_dtype_name(t->spec.dtype), "schedule",
+                                    t->spec.choice.schedule == QL_BREADTH ? "breadth" : "loop", "resumed", (json_int_t)resumed, "trainable",
+                                    trainable, "samples_per_step", (json_int_t)(t->args.batch * t->steps.group), "devices", devices, "text",
+                                    why));
+}
+
+/* ---- the run ---------------------------------------------------------------------------------- */
+
+/* Fresh adapters from the seed and empty optimizer states; or a checkpoint's. */
+static ql_status begin(run *x, const char *resume)
+{
+    ql_task *t = x->t;
+    ql_optim o = {.adam = t->args.adam, .clip = t->args.clip};
+    float *lr = NULL, *flat = calloc((size_t)t->lora->elements, sizeof *flat);
+    ql_status st = QL_OK;
+    if (!flat) QL_FAIL(QL_ENOMEM, "no memory for the adapters");
+    o.clip.scaling = t->spec.dtype == QL_F16;
+    QL_GO(ql_task_lr(t, &lr));
+    QL_GO(ql_optim_init(x->r, &o, lr, o.clip.scaling ? t->args.loss_scale : 1));
+    if (resume) {
+        QL_GO(ql_checkpoint_read(x->w, resume, x->history, &x->done));
+    } else {
+        ql_lora_init(t->lora, t->args.seed, flat);
+        QL_GO(ql_rank_set_adapters(x->r, flat));
+    }
+out:
+    free(lr);
+    free(flat);
+    return st;
+}
+
+static ql_status after_step(run *x)
+{
+    unsigned due = ql_steps_due(&x->t->args, &x->t->steps, x->done);
+    int best = 0;
+    if (due & QL_DUE_LOG) QL_TRY(ql_history_log(x->history, ql_now() - x->began));
+    if (due & QL_DUE_EVAL) QL_TRY(evaluate(x, &best));
+    if ((due & QL_DUE_SAVE) || (best && x->t->args.save_every == QL_EVERY_BEST)) QL_TRY(save(x));
+    return report_memory(x, due & QL_DUE_EVAL ? 1 : 0);
+}
+
+static ql_status steps(run *x)
+{
+    ql_plan p = {0};
+    int g = -1;
+    ql_status st = QL_OK;
+    while (x->done < x->until) {
+        ql_step_data d;
+        ql_step_result s;
+        double from = ql_now();
+        QL_GO(step_data(x, x->done, &d));
+        if (d.g != g) {
+            ql_plan_free(&p);
+            QL_GO(ql_plan_build(&x->t->spec.choice, x->w->p->rank, d.g, &p));
+            QL_GO(ql_plan_check(&x->t->spec.choice, &p));
+            g = d.g;
+        }
+        QL_GO(ql_rank_step(x->r, &p, &d, &s));
+        x->done++;
+        QL_GO(report_step(x, &d, &s, ql_now() - from));
+        QL_GO(after_step(x));
+    }
+out:
+    ql_plan_free(&p);
+    return st;
+}
+
+static ql_status finish(run *x, json_t **out)
+{
+    double seconds = ql_now() - x->began;
+    char text[QL_PATH_MAX];
+    if (x->t->args.load_best) QL_TRY(ql_checkpoint_best(x->w, x->history));
+    QL_TRY(ql_history_end(x->history, seconds));
+    QL_TRY(ql_checkpoint_final(x->w, x->dir, x->history));
+    snprintf(text, sizeof text, "%s", x->dir);
+    *out = json_pack("{s:s,s:I,s:f,s:f,s:f,s:s,s:O}", "run", x->dir, "step", (json_int_t)x->done, "train_loss",
+                     ql_history_train_loss(x->history), "train_runtime", seconds, "tokens_per_second",
+                     seconds > 0 ? (double)x->tokens / seconds : 0.0, "adapter", text, "log_history", ql_history_records(x->history));
+    return *out ? QL_OK : ql_fail(QL_ENOMEM, "no memory for the result");
+}
+
+ql_status ql_train_run(ql_worker *w, const json_t *command, json_t **out)
+{
+    run x = {.w = w, .t = w->task, .r = w->rank, .dir = json_string_value(json_object_get(command, "run"))};
+    const char *resume = json_string_value(json_object_get(command, "resume"));
+    const json_t *n = json_object_get(command, "steps");
+    ql_status st = QL_OK;
+    if (!x.dir) QL_FAIL(QL_EINVAL, "train: no run folder");
+    if (!w->task->train) QL_FAIL(QL_EINVAL, "train: no data: `data …` first");
+    QL_GO(ql_history_new(&x.t->args, &x.t->steps, &x.history));
+    QL_GO(begin(&x, resume));
+    x.until = x.t->steps.max_steps;
+    if (json_is_integer(n)) x.until = ql_min64(x.until, json_integer_value(n));
+    QL_GO(ql_rank_measure(x.r));
+    QL_GO(report_start(&x, x.done));
+    QL_GO(ql_worker_say(w, "training", ""));
+    x.began = ql_now();
+    QL_GO(report_memory(&x, 1));
+    if (x.t->args.eval_on_start && !resume) QL_GO(evaluate(&x, &(int){0}));
+    st = steps(&x);
+    if (st == QL_ESTOP) {
+        /* The unfinished step is dropped; the last finished one becomes a checkpoint. */
+        w->p->shared->rank[w->p->rank].beat++;
+        if (x.done > 0 && x.checkpoint_step != x.done) QL_GO(save(&x));
+        *out = json_pack("{s:I,s:s?}", "step", (json_int_t)x.done, "checkpoint", x.done > 0 ? x.checkpoint : NULL);
+        st = QL_ESTOP;
+        goto out;
+    }
+    if (st == QL_OK) {
+        QL_GO(report_memory(&x, 1));
+        st = finish(&x, out);
+    }
+out:
+    ql_history_free(x.history);
+    return st;
+}
+
+ql_status ql_eval_run(ql_worker *w, const json_t *command, json_t **out)
+{
+    const char *adapter = json_string_value(json_object_get(command, "adapter"));
+    double loss = 0, from = ql_now();
+    int64_t samples = 0, batches = 0;
+    float *flat = NULL;
+    ql_status st = QL_OK;
+    if (!w->task->eval) QL_FAIL(QL_EINVAL, "eval: no evaluation data: `data … --eval_dataset FILE` first");
+    flat = calloc((size_t)w->task->lora->elements, sizeof *flat);
+    if (!flat) QL_FAIL(QL_ENOMEM, "no memory for the adapters");
+    if (adapter) QL_GO(ql_lora_read(w->task->lora, adapter, flat)); /* none: B is zero, the base itself */
+    QL_GO(ql_rank_set_adapters(w->rank, flat));
+    QL_GO(ql_worker_say(w, "evaluating", ""));
+    QL_GO(ql_eval_loss(w, &loss, &samples, &batches));
+    double s = ql_now() - from;
+    *out = json_pack("{s:f,s:f,s:f,s:f,s:I}", "eval_loss", loss, "eval_runtime", s, "eval_samples_per_second", (double)samples / s,
+                     "eval_steps_per_second", (double)batches / s, "samples", (json_int_t)samples);
+out:
+    free(flat);
+    return st;
+}

@@ -1,0 +1,30 @@
+/* Commands as a rank runs them: train, eval. (generate.c, verify.c have theirs.) */
+#ifndef QL_TRAIN_H
+#define QL_TRAIN_H
+
+#include "core/launch.h"
+
+/* A rank process between commands: the device with the model on it stays. */
+typedef struct {
+    ql_rank_process *p;
+    ql_task *task;             /* of the command at hand */
+    ql_task *placed;           /* what the device holds; may be `task` */
+    ql_rank *rank;             /* NULL: nothing placed */
+    int32_t *order;            /* an epoch's examples */
+    int64_t order_epoch, order_n;
+} ql_worker;
+
+/* The body of a rank process. */
+int ql_worker_main(ql_rank_process *p);
+
+/* Both end with the result of their "done" event. QL_ESTOP: *out says {"step","checkpoint"}. */
+ql_status ql_train_run(ql_worker *w, const json_t *command, json_t **out);
+ql_status ql_eval_run(ql_worker *w, const json_t *command, json_t **out);
+/* Evaluates on the task's eval set with the adapters as they are; loss as Hugging Face's prediction loop has it. */
+ql_status ql_eval_loss(ql_worker *w, double *loss, int64_t *samples, int64_t *batches);
+
+ql_status ql_worker_emit(ql_worker *w, const char *event, json_t *fields); /* rank 0 only speaks */
+ql_status ql_worker_say(ql_worker *w, const char *state, const char *text);
+double ql_now(void); /* seconds, monotonic */
+
+#endif

@@ -1,0 +1,135 @@
+/* A rank process: takes commands, places what they need, runs them. */
+#include "core/generate.h"
+#include "core/train.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+ql_status ql_worker_emit(ql_worker *w, const char *event, json_t *fields)
+{
+    if (!fields) QL_FAIL(QL_ENOMEM, "no memory for an event");
+    if (w->p->rank != 0) {
+        json_decref(fields);
+        return QL_OK;
+    }
+    return ql_events_emit(w->p->out, event, fields);
+}
+
+ql_status ql_worker_say(ql_worker *w, const char *state, const char *text)
+{
+    return ql_worker_emit(w, "state", json_pack("{s:s,s:s}", "state", state, "text", text));
+}
+
+static void on_progress(void *ctx, const char *what, int64_t done, int64_t total)
+{
+    ql_worker *w = ctx;
+    if (ql_worker_emit(w, "progress", json_pack("{s:s,s:I,s:I}", "what", what, "done", (json_int_t)done, "total", (json_int_t)total)))
+        ql_error_clear();
+}
+
+/* "place" of a command: what the supervisor found out about the devices. */
+static ql_place place_of(const json_t *c)
+{
+    const json_t *p = json_object_get(c, "place");
+    ql_place out = {.world = (int)json_integer_value(json_object_get(p, "world")),
+                    .capacity = json_integer_value(json_object_get(p, "capacity")),
+                    .host = json_integer_value(json_object_get(p, "host")),
+                    .arch = (int)json_integer_value(json_object_get(p, "arch")),
+                    .bf16 = json_is_true(json_object_get(p, "bf16"))};
+    return out;
+}
+
+static ql_status take_task(ql_worker *w, const json_t *c)
+{
+    ql_task_inputs in = {.job = json_object_get(c, "job"),
+                         .train = json_string_value(json_object_get(c, "train_data")),
+                         .eval = json_string_value(json_object_get(c, "eval_data")),
+                         .adapter = json_string_value(json_object_get(c, "adapter")),
+                         .weights = QL_WEIGHTS_MAPPED,
+                         .place = place_of(c),
+                         .cache_rows = json_integer_value(json_object_get(c, "cache_rows"))};
+    ql_task *t = NULL;
+    QL_TRY(ql_task_open(&in, &t));
+    if (w->task != w->placed) ql_task_close(w->task);
+    w->task = t;
+    w->order_epoch = -1;
+    if (w->rank && ql_task_same_place(w->placed, t)) {
+        /* Weights stay; everything else is the new task's. */
+        ql_task_close(w->placed);
+        w->placed = t;
+        w->rank->spec = &t->spec;
+        w->rank->mem->spec = &t->spec;
+        w->rank->mem->shape.cfg = &t->model->cfg;
+        w->rank->mem->shape.lora = t->lora;
+        w->rank->mem->shape.seed = t->spec.seed;
+        return QL_OK;
+    }
+    ql_rank_close(w->rank);
+    w->rank = NULL;
+    if (w->placed) ql_task_close(w->placed);
+    w->placed = NULL;
+    QL_TRY(ql_worker_say(w, "placing", ""));
+    w->p->setup.progress = on_progress;
+    w->p->setup.ctx = w;
+    QL_TRY(ql_rank_open(&w->p->setup, &t->spec, &w->rank));
+    w->placed = t;
+    return ql_rank_load(w->rank);
+}
+
+static ql_status run_command(ql_worker *w, const json_t *c, const char *name, json_t **out)
+{
+    QL_TRY(take_task(w, c));
+    if (strcmp(name, "train") == 0) return ql_train_run(w, c, out);
+    if (strcmp(name, "eval") == 0) return ql_eval_run(w, c, out);
+    if (strcmp(name, "generate") == 0) return ql_generate_run(w, c, out);
+    QL_FAIL(QL_EINVAL, "rank: unknown command '%s'", name);
+}
+
+/* Every rank says how its command ended; the supervisor waits for all of them. */
+static void finish(ql_worker *w, const json_t *c, ql_status st, json_t *out)
+{
+    json_t *id = json_object_get(c, "id");
+    json_t *o = out && json_is_object(out) ? out : json_object();
+    if (st == QL_OK) {
+        json_t *e = json_pack("{s:O?,s:o}", "id", id, "result", o);
+        if (e) ql_events_emit(w->p->out, "done", e);
+    } else if (st == QL_ESTOP) {
+        json_object_set(o, "id", id);
+        ql_events_emit(w->p->out, "stopped", o);
+    } else {
+        json_decref(o);
+        json_t *e = json_pack("{s:O?,s:s,s:s,s:i,s:i}", "id", id, "status", ql_status_name(st), "text", ql_error(), "rank", w->p->rank, "step",
+                              w->p->shared->rank[w->p->rank].step);
+        if (e) ql_events_emit(w->p->out, "error", e);
+    }
+    ql_events_flush(w->p->out, 5000, NULL);
+}
+
+int ql_worker_main(ql_rank_process *p)
+{
+    ql_worker w = {.p = p, .order_epoch = -1};
+    int status = 0;
+    for (;;) {
+        json_t *c = NULL, *out = NULL;
+        ql_lines_state state;
+        ql_error_clear();
+        if (ql_lines_next(p->in, -1, &state, &c) != QL_OK) continue;
+        if (state == QL_LINES_END) break;
+        if (state != QL_LINES_ONE) continue;
+        const char *name = json_string_value(json_object_get(c, "cmd"));
+        p->shared->rank[p->rank].step = 0;
+        ql_status st = run_command(&w, c, name ? name : "", &out);
+        finish(&w, c, st, out);
+        json_decref(c);
+        if (st != QL_OK && st != QL_ESTOP) {
+            /* A rank that failed is not used again: its device, or its place in the collectives, is in doubt. */
+            status = 1;
+            break;
+        }
+    }
+    ql_rank_close(w.rank);
+    if (w.task != w.placed) ql_task_close(w.task);
+    ql_task_close(w.placed);
+    free(w.order);
+    return status;
+}
