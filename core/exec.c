@@ -215,22 +215,22 @@ static ql_status do_move(ql_rank *r, const ql_action *a, int flight)
     return dev->wait(r->compute, r->ready);
 }
 
-static ql_status do_gather(ql_rank *r, const ql_action *a)
+ql_status ql_exec_gather(ql_rank *r, int64_t layer, int slot)
 {
     const ql_dev_table *dev = dev_of(r);
     ql_mem *m = r->mem;
-    const ql_blob *b = &m->blob[a->layer];
-    QL_TRY(dev->wait(r->side, r->slot_free[a->slot]));
-    if (r->spec->choice.store[a->layer] == QL_STORE_HOST) {
-        QL_TRY(dev->copy(r->side, m->slot[a->slot], r->set.host_base + ql_mem_host_at(m, a->layer), b->part_bytes));
+    const ql_blob *b = &m->blob[layer];
+    QL_TRY(dev->wait(r->side, r->slot_free[slot]));
+    if (r->spec->choice.store[layer] == QL_STORE_HOST) {
+        QL_TRY(dev->copy(r->side, m->slot[slot], r->set.host_base + ql_mem_host_at(m, layer), b->part_bytes));
     } else if (r->set.world > 1) {
         /* Packed bytes as bytes: 4 bits a weight on the wire. */
-        QL_TRY(r->set.be->comm->all_gather(r->comm, r->side, ql_vec(m->slot[a->slot], QL_U8, b->parts * b->part_bytes),
-                                           ql_vec(m->base[a->layer], QL_U8, b->part_bytes)));
+        QL_TRY(r->set.be->comm->all_gather(r->comm, r->side, ql_vec(m->slot[slot], QL_U8, b->parts * b->part_bytes),
+                                           ql_vec(m->base[layer], QL_U8, b->part_bytes)));
     } else {
-        QL_TRY(dev->copy(r->side, m->slot[a->slot], m->base[a->layer], b->part_bytes));
+        QL_TRY(dev->copy(r->side, m->slot[slot], m->base[layer], b->part_bytes));
     }
-    return dev->record(r->side, r->slot_full[a->slot]);
+    return dev->record(r->side, r->slot_full[slot]);
 }
 
 static ql_status do_head(ql_rank *r, const ql_action *a, int flight)
@@ -267,7 +267,7 @@ static ql_status do_sum(ql_rank *r, const ql_action *a, int g)
 static ql_status run_action(ql_rank *r, const ql_action *a, const ql_step_data *d, int flight, int g)
 {
     switch ((ql_do)a->what) {
-    case QL_DO_GATHER: return do_gather(r, a);
+    case QL_DO_GATHER: return ql_exec_gather(r, a->layer, a->slot);
     case QL_DO_RELEASE: return dev_of(r)->record(r->compute, r->slot_free[a->slot]);
     case QL_DO_BATCH: return do_batch(r, a, d, flight);
     case QL_DO_F: return do_forward(r, a, flight);
@@ -289,7 +289,7 @@ static int collective(const ql_rank *r, const ql_action *a)
 
 /* A stop is only seen between actions. A rank that left at once could leave its peers waiting in a collective: so each says how many
  * collectives it has issued, all go on to the largest of these numbers, and drop the step there. */
-static ql_status stop_point(ql_rank *r, int issued, int *until)
+ql_status ql_exec_stop_point(ql_rank *r, int issued, int *until)
 {
     ql_shared *sh = r->set.shared;
     ql_rank_state *me = &sh->rank[r->set.rank];
@@ -337,7 +337,7 @@ static ql_status run_plan(ql_rank *r, const ql_plan *p, const ql_step_data *d)
         if (a->what == QL_DO_STEP)
             past_stopping(r);
         else
-            QL_TRY(stop_point(r, issued, &until));
+            QL_TRY(ql_exec_stop_point(r, issued, &until));
         if (until >= 0 && issued >= until && a->what != QL_DO_STEP) {
             st = QL_ESTOP;
             break;

@@ -55,10 +55,7 @@ static ql_status tables(ql_mem *m)
     m->h = calloc((n + 1) * f, sizeof *m->h);
     m->dh = calloc(f, sizeof *m->dh);
     m->stage = calloc(f, sizeof *m->stage);
-    m->cache_k = calloc(n, sizeof *m->cache_k);
-    m->cache_v = calloc(n, sizeof *m->cache_v);
-    if (!m->blob || !m->tables || !m->base || !m->own || !m->small || !m->act || !m->h || !m->dh || !m->stage || !m->cache_k ||
-        !m->cache_v)
+    if (!m->blob || !m->tables || !m->base || !m->own || !m->small || !m->act || !m->h || !m->dh || !m->stage)
         QL_FAIL(QL_ENOMEM, "no memory for the tables of %lld layers", (long long)n);
     for (int64_t l = 0; l < (int64_t)n; l++) {
         QL_TRY(ql_blob_init(&m->blob[l], &s->model->block[l], &s->quant, s->model->cfg.dtype, parts_of(m, l)));
@@ -110,8 +107,6 @@ void ql_mem_close(ql_mem *m)
     free(m->h);
     free(m->dh);
     free(m->stage);
-    free(m->cache_k);
-    free(m->cache_v);
     free(m->runs);
     free(m);
 }
@@ -266,23 +261,11 @@ static ql_status carve_acts(ql_mem *m, ql_arena *a)
     return QL_OK;
 }
 
-static ql_status carve_cache(ql_mem *m, ql_arena *a)
-{
-    const ql_config *c = &m->spec->model->cfg;
-    int64_t w = c->kv_heads * c->head_dim;
-    for (int64_t l = 0; m->spec->cache_rows && l < layers(m); l++) {
-        QL_TRY(ql_arena_mat(a, QL_CAT_ACT, m->spec->dtype, m->spec->cache_rows, w, w, &m->cache_k[l]));
-        QL_TRY(ql_arena_mat(a, QL_CAT_ACT, m->spec->dtype, m->spec->cache_rows, w, w, &m->cache_v[l]));
-    }
-    return QL_OK;
-}
-
 ql_status ql_mem_carve(ql_mem *m, ql_arena *a)
 {
     QL_TRY(carve_frozen(m, a));
     QL_TRY(carve_training(m, a));
     QL_TRY(carve_acts(m, a));
-    QL_TRY(carve_cache(m, a));
     return ql_arena_take(a, QL_CAT_WORK, QL_WORK_BYTES, &m->op_work);
 }
 

@@ -22,7 +22,6 @@ typedef struct {
     ql_quant quant;
     ql_state_kind state;       /* of the optimizer */
     int state_host;            /* optimizer states rest on the host ("paged") */
-    int64_t cache_rows;        /* generation: rows of the key/value cache, 0 none */
     ql_choice choice;
 } ql_spec;
 
@@ -77,7 +76,6 @@ typedef struct {
     ql_work work;
     void *op_work;             /* QL_WORK_BYTES */
     ql_stage *stage;           /* (flight) */
-    ql_tensor *cache_k, *cache_v; /* (L) generation */
     int32_t *flag;
 } ql_mem;
 

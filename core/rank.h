@@ -99,6 +99,9 @@ ql_status ql_rank_measure(ql_rank *r);
 
 /* exec.c, shared with generate.c */
 ql_status ql_exec_batch(ql_rank *r, int flight, const ql_batch *b, int train, uint32_t step);
+/* until: −1, or the number of collectives at which all ranks drop what they do. */
+ql_status ql_exec_stop_point(ql_rank *r, int issued, int *until);
+ql_status ql_exec_gather(ql_rank *r, int64_t layer, int slot);
 ql_status ql_exec_layer(ql_rank *r, ql_micro *mb, int64_t layer, int slot, ql_layer *out);
 
 #endif

@@ -66,7 +66,7 @@ static ql_status open_data(ql_task *t, const ql_task_inputs *in)
     s->rows = 64, s->docs = 1;
     if (t->train) ql_task_batch_bounds(t->train, a->batch, &s->rows, &s->docs);
     if (t->eval) ql_task_batch_bounds(t->eval, a->eval_batch, &s->rows, &s->docs);
-    if (!t->train && !t->eval && !in->cache_rows) {
+    if (!t->train && !t->eval) {
         s->rows = a->batch * ql_round_up(a->max_length, 64);
         s->docs = pack ? DOCS_WITHOUT_DATA * a->batch : a->batch;
     }
@@ -90,7 +90,6 @@ static void fill_spec(ql_task *t, const ql_task_inputs *in)
     s->quant = (ql_quant){a->load_in_4bit, a->double_quant, a->dequant_direct};
     s->state = a->adam_8bit ? QL_ADAM_8BIT : QL_ADAM_F32;
     s->state_host = a->adam_paged || a->fsdp.offload;
-    s->cache_rows = in->cache_rows;
     c->world = in->place.world;
     c->layers = (int)t->model->cfg.layers;
     c->first = (int)t->lora->target[0].layer;
@@ -142,14 +141,19 @@ ql_status ql_task_lr(const ql_task *t, float **out)
     return QL_OK;
 }
 
-int ql_task_same_place(const ql_task *a, const ql_task *b)
+int ql_task_same_model(const ql_task *a, const ql_task *b)
 {
     const ql_spec *x = &a->spec, *y = &b->spec;
     if (strcmp(a->args.model, b->args.model) != 0 || a->lora->elements != b->lora->elements || a->lora->count != b->lora->count) return 0;
     for (int64_t i = 0; i < a->lora->count; i++)
         if (memcmp(&a->lora->target[i], &b->lora->target[i], sizeof a->lora->target[i]) != 0) return 0;
-    return x->dtype == y->dtype && x->res == y->res && x->dropout == y->dropout && x->smoothing == y->smoothing && x->seed == y->seed &&
-           x->rows == y->rows && x->docs == y->docs && x->head_chunk == y->head_chunk && x->steps == y->steps &&
-           memcmp(&x->quant, &y->quant, sizeof x->quant) == 0 && x->state == y->state && x->state_host == y->state_host &&
-           x->cache_rows == y->cache_rows && memcmp(&x->choice, &y->choice, sizeof x->choice) == 0;
+    return x->dtype == y->dtype && x->res == y->res && memcmp(&x->quant, &y->quant, sizeof x->quant) == 0;
+}
+
+int ql_task_same_place(const ql_task *a, const ql_task *b)
+{
+    const ql_spec *x = &a->spec, *y = &b->spec;
+    return ql_task_same_model(a, b) && x->dropout == y->dropout && x->smoothing == y->smoothing && x->seed == y->seed &&
+           x->rows == y->rows && x->docs == y->docs && x->head_chunk == y->head_chunk && x->steps == y->steps && x->state == y->state &&
+           x->state_host == y->state_host && memcmp(&x->choice, &y->choice, sizeof x->choice) == 0;
 }

@@ -16,7 +16,6 @@ typedef struct {
     const char *adapter;       /* PEFT folder whose settings replace the job's; NULL */
     ql_weights weights;
     ql_place place;            /* where it is to run */
-    int64_t cache_rows;        /* generation */
 } ql_task_inputs;
 
 typedef struct {
@@ -36,6 +35,7 @@ void ql_task_close(ql_task *t);
 /* Rates of all steps (spec.steps). Caller frees. */
 ql_status ql_task_lr(const ql_task *t, float **out);
 /* Whether ranks that hold `a` can run `b` without placing anything again. */
+int ql_task_same_model(const ql_task *a, const ql_task *b); /* model, adapters' table, dtypes */
 int ql_task_same_place(const ql_task *a, const ql_task *b);
 /* Longest micro-batch (tokens) and most documents in one, over any order of the examples. */
 void ql_task_batch_bounds(const ql_dataset *d, int64_t batch, int64_t *rows, int64_t *docs);

@@ -1,9 +1,9 @@
 #include "core/train.h"
 
-#include "core/ckpt.h"
 #include "core/file.h"
 #include "core/history.h"
 #include "core/sampler.h"
+#include "core/save.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -126,7 +126,7 @@ static ql_status evaluate(run *x, int *best)
 static ql_status save(run *x)
 {
     QL_TRY(ql_worker_say(x->w, "saving", ""));
-    QL_TRY(ql_checkpoint_write(x->w, x->dir, x->history, x->done, x->checkpoint));
+    QL_TRY(ql_save_checkpoint(x->w, x->dir, x->history, x->checkpoint));
     x->checkpoint_step = x->done;
     return ql_worker_emit(x->w, "checkpoint", json_pack("{s:I,s:s}", "step", (json_int_t)x->done, "path", x->checkpoint));
 }
@@ -217,7 +217,8 @@ static ql_status begin(run *x, const char *resume)
     QL_GO(ql_task_lr(t, &lr));
     QL_GO(ql_optim_init(x->r, &o, lr, o.clip.scaling ? t->args.loss_scale : 1));
     if (resume) {
-        QL_GO(ql_checkpoint_read(x->w, resume, x->history, &x->done));
+        QL_GO(ql_save_resume(x->w, resume, x->history));
+        x->done = ql_history_done(x->history);
     } else {
         ql_lora_init(t->lora, t->args.seed, flat);
         QL_GO(ql_rank_set_adapters(x->r, flat));
@@ -267,14 +268,12 @@ out:
 static ql_status finish(run *x, json_t **out)
 {
     double seconds = ql_now() - x->began;
-    char text[QL_PATH_MAX];
-    if (x->t->args.load_best) QL_TRY(ql_checkpoint_best(x->w, x->history));
+    if (x->t->args.load_best) QL_TRY(ql_save_load_best(x->w, x->history));
     QL_TRY(ql_history_end(x->history, seconds));
-    QL_TRY(ql_checkpoint_final(x->w, x->dir, x->history));
-    snprintf(text, sizeof text, "%s", x->dir);
+    QL_TRY(ql_save_final(x->w, x->dir, x->history));
     *out = json_pack("{s:s,s:I,s:f,s:f,s:f,s:s,s:O}", "run", x->dir, "step", (json_int_t)x->done, "train_loss",
                      ql_history_train_loss(x->history), "train_runtime", seconds, "tokens_per_second",
-                     seconds > 0 ? (double)x->tokens / seconds : 0.0, "adapter", text, "log_history", ql_history_records(x->history));
+                     seconds > 0 ? (double)x->tokens / seconds : 0.0, "adapter", x->dir, "log_history", ql_history_records(x->history));
     return *out ? QL_OK : ql_fail(QL_ENOMEM, "no memory for the result");
 }
 

@@ -46,8 +46,7 @@ static ql_status take_task(ql_worker *w, const json_t *c)
                          .eval = json_string_value(json_object_get(c, "eval_data")),
                          .adapter = json_string_value(json_object_get(c, "adapter")),
                          .weights = QL_WEIGHTS_MAPPED,
-                         .place = place_of(c),
-                         .cache_rows = json_integer_value(json_object_get(c, "cache_rows"))};
+                         .place = place_of(c)};
     ql_task *t = NULL;
     QL_TRY(ql_task_open(&in, &t));
     if (w->task != w->placed) ql_task_close(w->task);
@@ -78,7 +77,7 @@ static ql_status take_task(ql_worker *w, const json_t *c)
 
 static ql_status run_command(ql_worker *w, const json_t *c, const char *name, json_t **out)
 {
-    QL_TRY(take_task(w, c));
+    if (!json_is_true(json_object_get(c, "as_placed"))) QL_TRY(take_task(w, c));
     if (strcmp(name, "train") == 0) return ql_train_run(w, c, out);
     if (strcmp(name, "eval") == 0) return ql_eval_run(w, c, out);
     if (strcmp(name, "generate") == 0) return ql_generate_run(w, c, out);

@@ -1,0 +1,353 @@
+/* The engine process: one thread, no device, no BLAS. Takes commands, prepares data, starts ranks, relays their events, and answers
+ * for them when they die. */
+#include "core/session.h"
+
+#include "core/devices.h"
+#include "core/file.h"
+#include "core/launch.h"
+#include "core/prepare.h"
+#include "core/train.h"
+
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { DEADLINE_MS = 30000, LOADING_DEADLINE_MS = 300000 };
+
+typedef struct {
+    const ql_session_setup *set;
+    ql_lines *in;
+    ql_events *out;
+    ql_ranks *ranks;
+    ql_task *placed;           /* what the ranks hold, or are asked to */
+    ql_launch launch;
+    int device[QL_MAX_WORLD];
+    ql_place place;            /* measured before the ranks took their memory */
+    char place_key[256];       /* of which settings */
+    json_t *probe;
+    char missing[512];
+    int ended;                 /* the front end has gone */
+    int stop;                  /* asked for while a command runs */
+} session;
+
+static int is(const char *a, const char *b)
+{
+    return a && strcmp(a, b) == 0;
+}
+
+/* ---- commands that arrive while one runs ------------------------------------------------------- */
+
+static ql_status listen(session *s, int ms)
+{
+    ql_lines_state state = QL_LINES_NONE;
+    json_t *c = NULL;
+    ql_status st = ql_lines_next(s->in, ms, &state, &c);
+    if (st == QL_EINVAL) ql_error_clear();
+    if (state == QL_LINES_END) s->ended = s->stop = 1;
+    if (state == QL_LINES_ONE && st == QL_OK) {
+        const char *name = json_string_value(json_object_get(c, "cmd"));
+        if (name && strcmp(name, "stop") == 0)
+            s->stop = 1;
+        else
+            ql_events_emit(s->out, "log", json_pack("{s:s,s:s}", "level", "warning", "text", "a command is running; only stop is heard"));
+        json_decref(c);
+    }
+    return QL_OK;
+}
+
+static ql_status on_prepare(void *ctx, const char *what, int64_t done, int64_t total)
+{
+    session *s = ctx;
+    QL_TRY(listen(s, 0));
+    ql_events_emit(s->out, "progress", json_pack("{s:s,s:I,s:I}", "what", what, "done", (json_int_t)done, "total", (json_int_t)total));
+    return s->stop ? QL_ESTOP : QL_OK;
+}
+
+/* ---- placing ---------------------------------------------------------------------------------- */
+
+static void drop_ranks(session *s)
+{
+    ql_ranks_stop(s->ranks);
+    s->ranks = NULL;
+    ql_task_close(s->placed);
+    s->placed = NULL;
+    s->place_key[0] = 0;
+}
+
+/* The place is measured once per set of device settings, while no rank holds memory. */
+static ql_status find_place(session *s, const ql_args *a, const ql_job *job)
+{
+    char key[sizeof s->place_key], backend[16];
+    char *limit = json_dumps(ql_job_get(job, "device_memory"), JSON_ENCODE_ANY);
+    const char *devices = ql_job_str(job, "devices");
+    snprintf(key, sizeof key, "%s|%s|%lld", devices ? devices : "", limit ? limit : "", (long long)a->host_memory);
+    free(limit);
+    if (s->ranks && strcmp(key, s->place_key) == 0) return QL_OK;
+    drop_ranks(s);
+    json_decref(s->probe);
+    s->probe = NULL;
+    QL_TRY(ql_devices_probe(s->set->cuda_library, &s->probe, s->missing, sizeof s->missing));
+    QL_TRY(ql_devices_pick(a, s->probe, s->missing, &s->place, backend, s->device));
+    s->launch.be = ql_backend_cpu();
+    if (strcmp(backend, "cuda") == 0) QL_TRY(ql_backend_cuda(s->set->cuda_library, &s->launch.be));
+    memcpy(s->place_key, key, sizeof key);
+    return QL_OK;
+}
+
+static ql_status place(session *s, const json_t *command, const ql_prepared *data)
+{
+    ql_task_inputs in = {.job = json_object_get(command, "job"),
+                         .train = data->train[0] ? data->train : NULL,
+                         .eval = data->eval[0] ? data->eval : NULL,
+                         .adapter = json_string_value(json_object_get(command, "adapter")),
+                         .weights = QL_WEIGHTS_MAPPED,
+                         .place = s->place};
+    ql_task *t = NULL;
+    QL_TRY(ql_task_open(&in, &t));
+    /* Text comes from the weights as they are on the devices, whatever was placed for training. */
+    if (s->ranks && is(json_string_value(json_object_get(command, "cmd")), "generate") && ql_task_same_model(s->placed, t)) {
+        json_object_set_new(command, "as_placed", json_true());
+        ql_task_close(t);
+        return QL_OK;
+    }
+    if (s->ranks && ql_task_same_place(s->placed, t)) {
+        ql_task_close(s->placed);
+        s->placed = t;
+        return QL_OK;
+    }
+    char key[sizeof s->place_key];
+    memcpy(key, s->place_key, sizeof key);
+    drop_ranks(s);
+    memcpy(s->place_key, key, sizeof key);
+    s->placed = t;
+    s->launch.task = t;
+    s->launch.device = s->device;
+    s->launch.timeout_ms = t->args.deadline_ms ? t->args.deadline_ms : LOADING_DEADLINE_MS;
+    return ql_ranks_start(&s->launch, ql_worker_main, &s->ranks);
+}
+
+/* ---- running ---------------------------------------------------------------------------------- */
+
+typedef struct {
+    int done[QL_MAX_WORLD];    /* this rank's command has ended */
+    int left;
+    json_t *end;               /* the closing event: rank 0's, or the first error */
+    char name[16];
+    int64_t beat;
+    double moved;              /* when the beat last changed */
+    double deadline;
+} relay;
+
+static void take_event(session *s, relay *r, int rank, json_t *e)
+{
+    char name[32];
+    const char *ev = json_string_value(json_object_get(e, "ev"));
+    snprintf(name, sizeof name, "%s", ev ? ev : "");
+    json_object_del(e, "ev");
+    json_object_del(e, "t");
+    if (is(name, "done") || is(name, "stopped") || is(name, "error")) {
+        if (!r->done[rank]) r->left--;
+        r->done[rank] = 1;
+        int error = is(name, "error");
+        /* "another rank failed" is an echo: the rank that it comes from has the words. */
+        int echo = error && is(json_string_value(json_object_get(e, "status")), ql_status_name(QL_EPEER));
+        if (error) ql_ranks_shared(s->ranks)->abort = 1;
+        if (!r->end || (error && !is(r->name, "error")) || (rank == 0 && !is(r->name, "error")) ||
+            (error && !echo && is(json_string_value(json_object_get(r->end, "status")), ql_status_name(QL_EPEER)))) {
+            json_decref(r->end);
+            r->end = json_incref(e);
+            memcpy(r->name, name, sizeof r->name - 1);
+        }
+        json_decref(e);
+        return;
+    }
+    ql_events_emit(s->out, name, e);
+}
+
+static json_t *death(session *s, int rank, const char *how)
+{
+    char text[512];
+    const ql_shared *sh = ql_ranks_shared(s->ranks);
+    snprintf(text, sizeof text,
+             "rank %d (%s) died: %s, in step %d. The run has ended; finished steps are safe in its checkpoints: `resume` goes on from the "
+             "last one. The next command starts fresh ranks",
+             rank, sh->rank[rank].name, how, sh->rank[rank].step);
+    return json_pack("{s:s,s:s,s:i,s:i}", "status", ql_status_name(QL_EPEER), "text", text, "rank", rank, "step", sh->rank[rank].step);
+}
+
+static void check_ranks(session *s, relay *r)
+{
+    char how[128];
+    int dead = ql_ranks_dead(s->ranks, how, sizeof how);
+    double now = ql_now();
+    if (dead >= 0 && !r->done[dead]) {
+        r->left--;
+        r->done[dead] = 1;
+        if (!ql_ranks_shared(s->ranks)->abort && !r->end) {
+            r->end = death(s, dead, how);
+            strcpy(r->name, "error");
+        }
+        ql_ranks_shared(s->ranks)->abort = 1;
+    }
+    int64_t beat = ql_ranks_beat(s->ranks);
+    if (beat != r->beat) r->beat = beat, r->moved = now;
+    if (now - r->moved > r->deadline && !ql_ranks_shared(s->ranks)->abort) {
+        char text[256];
+        int slow = 0;
+        const ql_shared *sh = ql_ranks_shared(s->ranks);
+        for (int i = 1; i < ql_ranks_world(s->ranks); i++)
+            if (sh->rank[i].beat < sh->rank[slow].beat) slow = i;
+        snprintf(text, sizeof text, "no rank finished an action for %.1f s; rank %d (%s) is furthest behind, in step %d. `--deadline_ms` allows more",
+                 r->deadline, slow, sh->rank[slow].name, sh->rank[slow].step);
+        r->end = json_pack("{s:s,s:s,s:i,s:i}", "status", ql_status_name(QL_EPEER), "text", text, "rank", slow, "step", sh->rank[slow].step);
+        strcpy(r->name, "error");
+        ql_ranks_shared(s->ranks)->abort = 1;
+    }
+}
+
+/* Events of the ranks until each has ended its command; a stop is passed on, a death ends all. */
+static void run_relay(session *s, relay *r)
+{
+    double aborted = 0;
+    while (r->left > 0) {
+        int some = 0;
+        for (int i = 0; i < ql_ranks_world(s->ranks); i++) {
+            for (int more = 1; more && !r->done[i];) {
+                ql_lines_state state = QL_LINES_NONE;
+                json_t *e = NULL;
+                if (ql_lines_next(ql_ranks_lines(s->ranks, i), 0, &state, &e) != QL_OK) ql_error_clear();
+                more = state == QL_LINES_ONE && e;
+                some |= more;
+                if (more) take_event(s, r, i, e);
+            }
+        }
+        listen(s, some ? 0 : 20);
+        if (s->stop) ql_ranks_shared(s->ranks)->stop = 1;
+        check_ranks(s, r);
+        if (ql_ranks_shared(s->ranks)->abort) {
+            if (!aborted) aborted = ql_now();
+            if (ql_now() - aborted > 3) break; /* what is left is killed */
+        }
+    }
+}
+
+static ql_status run_on_ranks(session *s, json_t *command)
+{
+    relay r = {.left = ql_ranks_world(s->ranks), .moved = ql_now()};
+    int64_t ms = s->placed->args.deadline_ms;
+    r.deadline = (double)(ms ? ms : LOADING_DEADLINE_MS) / 1000;
+    ql_ranks_shared(s->ranks)->stop = 0;
+    QL_TRY(ql_ranks_send(s->ranks, command));
+    run_relay(s, &r);
+    if (!r.end) r.end = json_pack("{s:s,s:s}", "status", ql_status_name(QL_EPEER), "text", "the ranks ended without a word");
+    if (!r.name[0]) strcpy(r.name, "error");
+    if (r.end) json_object_set(r.end, "id", json_object_get(command, "id"));
+    if (is(r.name, "error")) drop_ranks(s);
+    return ql_events_emit(s->out, r.name, r.end);
+}
+
+static ql_status prepare(session *s, json_t *command, const ql_job *job, ql_prepared *data)
+{
+    char cache[QL_PATH_MAX];
+    const char *dir = ql_job_str(job, "output_dir");
+    memset(data, 0, sizeof *data);
+    if (is(json_string_value(json_object_get(command, "cmd")), "generate")) return QL_OK;
+    QL_TRY(ql_path_join(cache, dir ? dir : "runs", ".cache"));
+    QL_TRY(ql_path_mkdirs(cache));
+    ql_events_emit(s->out, "state", json_pack("{s:s,s:s}", "state", "tokenising", "text", ""));
+    QL_TRY(ql_prepare(job, cache, on_prepare, s, data));
+    if (data->train[0]) json_object_set_new(command, "train_data", json_string(data->train));
+    if (data->eval[0]) json_object_set_new(command, "eval_data", json_string(data->eval));
+    return QL_OK;
+}
+
+static ql_status open_log(session *s, const json_t *command)
+{
+    const char *run = json_string_value(json_object_get(command, "run"));
+    char path[QL_PATH_MAX];
+    if (!run) return QL_OK;
+    QL_TRY(ql_path_mkdirs(run));
+    QL_TRY(ql_path_join(path, run, "events.jsonl"));
+    return ql_events_log(s->out, path);
+}
+
+static ql_status run_command(session *s, json_t *command)
+{
+    ql_job *job = NULL;
+    ql_args args;
+    ql_prepared data;
+    ql_status st = ql_job_from_json(json_object_get(command, "job"), &job);
+    QL_GO(st);
+    QL_GO(ql_args_from_job(job, &args));
+    QL_GO(open_log(s, command));
+    QL_GO(prepare(s, command, job, &data));
+    QL_GO(find_place(s, &args, job));
+    json_object_set_new(command, "place", json_pack("{s:i,s:I,s:I,s:i,s:b}", "world", s->place.world, "capacity", (json_int_t)s->place.capacity,
+                                                    "host", (json_int_t)s->place.host, "arch", s->place.arch, "bf16", s->place.bf16));
+    QL_GO(place(s, command, &data));
+    QL_GO(run_on_ranks(s, command));
+out:
+    ql_job_free(job);
+    return st;
+}
+
+static void answer_error(session *s, const json_t *command, ql_status st)
+{
+    json_t *e = st == QL_ESTOP ? json_pack("{s:O?,s:i,s:n}", "id", json_object_get(command, "id"), "step", 0, "checkpoint")
+                               : json_pack("{s:O?,s:s,s:s}", "id", json_object_get(command, "id"), "status", ql_status_name(st), "text", ql_error());
+    if (e) ql_events_emit(s->out, st == QL_ESTOP ? "stopped" : "error", e);
+    ql_error_clear();
+}
+
+static void take_command(session *s, json_t *c)
+{
+    const char *name = json_string_value(json_object_get(c, "cmd"));
+    ql_status st = QL_OK;
+    s->stop = 0;
+    ql_error_clear();
+    if (is(name, "train") || is(name, "eval") || is(name, "generate")) {
+        st = run_command(s, c);
+    } else if (is(name, "unload")) {
+        drop_ranks(s);
+        ql_events_emit(s->out, "done", json_pack("{s:O?,s:{}}", "id", json_object_get(c, "id"), "result"));
+    } else if (!is(name, "stop")) {
+        st = ql_fail(QL_EINVAL, "engine: unknown command '%s'", name ? name : "");
+    }
+    if (st != QL_OK) answer_error(s, c, st);
+    if (ql_events_log(s->out, NULL) != QL_OK) ql_error_clear();
+}
+
+ql_status ql_session_run(const ql_session_setup *set)
+{
+    session s = {.set = set};
+    ql_events_setup ev = {.fd = set->fd};
+    ql_status st = QL_OK;
+    signal(SIGPIPE, SIG_IGN);
+    QL_GO(ql_lines_open(set->fd, &s.in));
+    QL_GO(ql_events_open(&ev, &s.out));
+    QL_GO(ql_events_emit(s.out, "ready", json_pack("{s:s,s:i}", "version", QL_VERSION, "pid", (int)getpid())));
+    while (!s.ended) {
+        ql_lines_state state = QL_LINES_NONE;
+        json_t *c = NULL;
+        ql_events_flush(s.out, 0, NULL);
+        if (ql_lines_next(s.in, 500, &state, &c) != QL_OK) {
+            answer_error(&s, NULL, QL_EINVAL);
+            continue;
+        }
+        if (state == QL_LINES_END) break;
+        if (state == QL_LINES_ONE) take_command(&s, c);
+        json_decref(c);
+        if (s.ranks) {
+            char how[128];
+            if (ql_ranks_dead(s.ranks, how, sizeof how) >= 0) drop_ranks(&s); /* died while idle: fresh ones next time */
+        }
+    }
+out:
+    drop_ranks(&s);
+    json_decref(s.probe);
+    ql_events_close(s.out);
+    ql_lines_close(s.in);
+    return st;
+}
