@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -112,6 +113,7 @@ struct ql_dataset {
     int32_t *order; /* best fit: documents bin by bin */
     int32_t *bin;   /* (n + 1): where each bin begins in order */
     json_t *about;
+    char path[4096];
 };
 
 static ql_status map_file(const char *path, ql_dataset *d)
@@ -245,6 +247,7 @@ ql_status ql_dataset_open(const char *path, ql_packing packing, int64_t max_leng
     ql_dataset *d = calloc(1, sizeof *d);
     if (!d) QL_FAIL(QL_ENOMEM, "no memory for a data set");
     d->packing = packing, d->max_length = max_length;
+    snprintf(d->path, sizeof d->path, "%s", path);
     QL_GO(map_file(path, d));
     QL_GO(check_file(path, d));
     for (int64_t i = 0; i < d->docs; i++) d->longest = ql_max64(d->longest, doc_length(d, i));
@@ -334,4 +337,9 @@ int64_t ql_dataset_length(const ql_dataset *d, int64_t e)
 bool ql_dataset_packed(const ql_dataset *d)
 {
     return d->packing != QL_PACK_NONE;
+}
+
+const char *ql_dataset_path(const ql_dataset *d)
+{
+    return d->path;
 }

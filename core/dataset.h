@@ -29,6 +29,7 @@ ql_status ql_dataset_open(const char *path, ql_packing packing, int64_t max_leng
                           ql_dataset **out) QL_MUST_USE;
 void ql_dataset_close(ql_dataset *d);
 
+const char *ql_dataset_path(const ql_dataset *d);
 int64_t ql_dataset_size(const ql_dataset *d); /* examples: what the sampler permutes */
 int64_t ql_dataset_documents(const ql_dataset *d);
 int64_t ql_dataset_tokens(const ql_dataset *d);

@@ -96,7 +96,7 @@ static ql_status find_place(session *s, const ql_args *a, const ql_job *job)
     return QL_OK;
 }
 
-static ql_status place(session *s, const json_t *command, const ql_prepared *data)
+static ql_status place(session *s, json_t *command, const ql_prepared *data)
 {
     ql_task_inputs in = {.job = json_object_get(command, "job"),
                          .train = data->train[0] ? data->train : NULL,

@@ -1,0 +1,140 @@
+#include "core/prepare.h"
+
+#include "core/file.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* The files of a data setting: `data` itself, or data_files inside it. */
+typedef struct {
+    char **path;
+    size_t n;
+} files;
+
+static void files_free(files *f)
+{
+    for (size_t i = 0; i < f->n; i++) free(f->path[i]);
+    free(f->path);
+}
+
+static ql_status files_add(files *f, const char *dir, const char *name)
+{
+    char path[QL_PATH_MAX];
+    char **more = realloc(f->path, (f->n + 1) * sizeof *more);
+    if (!more) QL_FAIL(QL_ENOMEM, "data: no memory for file names");
+    f->path = more;
+    if (dir && ql_path_is_dir(dir) && name[0] != '/')
+        QL_TRY(ql_path_join(path, dir, name));
+    else
+        snprintf(path, sizeof path, "%s", name);
+    f->path[f->n] = strdup(path);
+    if (!f->path[f->n]) QL_FAIL(QL_ENOMEM, "data: no memory for file names");
+    f->n++;
+    return QL_OK;
+}
+
+static ql_status list_files(const ql_job *job, const char *data, const json_t *inside, files *out)
+{
+    size_t i;
+    json_t *v;
+    (void)job;
+    if (json_is_string(inside)) return files_add(out, data, json_string_value(inside));
+    json_array_foreach(inside, i, v) if (json_is_string(v)) QL_TRY(files_add(out, data, json_string_value(v)));
+    if (!out->n) return files_add(out, NULL, data);
+    return QL_OK;
+}
+
+static ql_data_options options(const ql_job *job, const char *cache, int eval)
+{
+    const json_t *completion = ql_job_get(job, "completion_only_loss"), *eval_packing = ql_job_get(job, "eval_packing");
+    int pack = eval && !json_is_null(eval_packing) ? json_is_true(eval_packing) : ql_job_bool(job, "packing");
+    const char *how = ql_job_str(job, "packing_strategy");
+    ql_data_options o = {.text_field = ql_job_str(job, "dataset_text_field"),
+                         .max_length = ql_job_int(job, "max_length"),
+                         .chat_template = ql_job_str(job, "chat_template"),
+                         .eos_token = ql_job_str(job, "eos_token"),
+                         .cache_dir = cache};
+    if (pack) o.packing = how && strcmp(how, "wrapped") == 0 ? QL_PACK_WRAPPED : QL_PACK_BFD;
+    if (ql_job_bool(job, "assistant_only_loss") || ql_job_bool(job, "train_on_responses"))
+        o.loss_on = QL_LOSS_RESPONSES;
+    else if (json_is_boolean(completion))
+        o.loss_on = json_is_true(completion) ? QL_LOSS_RESPONSES : QL_LOSS_ALL;
+    const char *built = o.chat_template ? ql_chat_builtin(o.chat_template) : NULL;
+    if (built) o.chat_template = built;
+    return o;
+}
+
+/* Rows of one data setting to a tokenised file in the cache. */
+static ql_status tokenise(const ql_job *job, const char *data, const json_t *inside, ql_tok *tok, const char *cache, int eval,
+                          ql_prepare_tick tick, void *ctx, ql_dataset **out)
+{
+    files f = {0};
+    ql_table *rows = NULL;
+    ql_tokenising *t = NULL;
+    ql_status st = QL_OK;
+    int64_t done = 0, total = 1;
+    ql_data_options o = options(job, cache, eval);
+    QL_GO(list_files(job, data, inside, &f));
+    QL_GO(ql_table_open((const char *const *)f.path, f.n, eval ? NULL : ql_job_str(job, "split"), &rows));
+    QL_GO(ql_tokenise_start(rows, tok, &o, &t));
+    for (int quiet = 0; done < total; quiet++) {
+        ql_tokenise_progress(t, &done, &total);
+        if (done >= total) break;
+        usleep(2000);
+        if (tick && quiet % 100 == 99) {
+            st = tick(ctx, eval ? "tokenise the evaluation set" : "tokenise", done, total);
+            if (st != QL_OK) {
+                ql_tokenise_stop(t);
+                goto out;
+            }
+        }
+    }
+    QL_GO(ql_tokenise_wait(t, out));
+out:
+    ql_tokenise_free(t);
+    ql_table_close(rows);
+    files_free(&f);
+    return st;
+}
+
+ql_status ql_prepare_train(const ql_job *job, const char *cache_dir, ql_tok **tok, ql_dataset **out)
+{
+    const char *model = ql_job_str(job, "model"), *data = ql_job_str(job, "data");
+    ql_tok *t = NULL;
+    if (!model) QL_FAIL(QL_EINVAL, "no model: `load NAME` first, its tokenizer reads the data");
+    if (!data) QL_FAIL(QL_EINVAL, "no data: `data FILE` first");
+    QL_TRY(ql_tok_open(model, &t));
+    ql_status st = tokenise(job, data, ql_job_get(job, "data_files"), t, cache_dir, 0, NULL, NULL, out);
+    if (st == QL_OK)
+        *tok = t;
+    else
+        ql_tok_close(t);
+    return st;
+}
+
+ql_status ql_prepare(const ql_job *job, const char *cache_dir, ql_prepare_tick tick, void *ctx, ql_prepared *out)
+{
+    const char *model = ql_job_str(job, "model"), *data = ql_job_str(job, "data"), *eval = ql_job_str(job, "eval_dataset");
+    ql_tok *tok = NULL;
+    ql_dataset *d = NULL;
+    ql_status st = QL_OK;
+    memset(out, 0, sizeof *out);
+    if (!model) QL_FAIL(QL_EINVAL, "no model: `load NAME` first");
+    if (!data && !eval) return QL_OK;
+    QL_TRY(ql_tok_open(model, &tok));
+    if (data) {
+        QL_GO(tokenise(job, data, ql_job_get(job, "data_files"), tok, cache_dir, 0, tick, ctx, &d));
+        snprintf(out->train, sizeof out->train, "%s", ql_dataset_path(d));
+        ql_dataset_close(d);
+        d = NULL;
+    }
+    if (eval) {
+        QL_GO(tokenise(job, eval, NULL, tok, cache_dir, 1, tick, ctx, &d));
+        snprintf(out->eval, sizeof out->eval, "%s", ql_dataset_path(d));
+    }
+out:
+    ql_dataset_close(d);
+    ql_tok_close(tok);
+    return st;
+}

@@ -1,0 +1,284 @@
+/* What front ends ask before anything is loaded: the model, the data, the plan. */
+#include "core/devices.h"
+#include "core/file.h"
+#include "core/lora.h"
+#include "core/prepare.h"
+#include "core/qlora.h"
+#include "core/task.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- model ------------------------------------------------------------------------------------ */
+
+static ql_status lora_of(const ql_job *job, const ql_config *cfg, ql_lora **out)
+{
+    ql_lora_config c;
+    json_t *o = ql_job_group(job, "lora");
+    if (!o) QL_FAIL(QL_ENOMEM, "no memory for the LoRA settings");
+    ql_status st = ql_lora_config_parse(o, "config", &c);
+    json_decref(o);
+    if (st != QL_OK) return st;
+    return ql_lora_build(cfg, &c, out);
+}
+
+static int quantised(const ql_model *m)
+{
+    for (int64_t l = 0; l < m->cfg.layers; l++)
+        for (int i = 0; i < QL_LINEARS; i++)
+            if (m->block[l].w[i].kind != QL_PLAIN) return 1;
+    return 0;
+}
+
+/* Bytes of the linears as they will rest. */
+static ql_status base_bytes(const ql_job *job, const ql_model *m, int64_t *out)
+{
+    ql_quant q = {ql_job_bool(job, "load_in_4bit"), ql_job_bool(job, "bnb_4bit_use_double_quant"), 0};
+    *out = 0;
+    for (int64_t l = 0; l < m->cfg.layers; l++) {
+        ql_blob b;
+        QL_TRY(ql_blob_init(&b, &m->block[l], &q, m->cfg.dtype, 1));
+        *out += b.part_bytes;
+    }
+    return QL_OK;
+}
+
+ql_status ql_model_report(const ql_job *job, json_t **out)
+{
+    const char *path = ql_job_str(job, "model");
+    ql_model *m = NULL;
+    ql_lora *lora = NULL;
+    ql_status st = QL_OK;
+    char trainable[256];
+    int64_t bytes = 0;
+    if (!path) QL_FAIL(QL_EINVAL, "no model: `load NAME` first");
+    st = ql_model_open(path, &m);
+    if (st != QL_OK) {
+        /* A config.json without weights is enough for plans. */
+        char first[2048];
+        ql_status why = st;
+        snprintf(first, sizeof first, "%s", ql_error());
+        ql_error_clear();
+        st = ql_model_open_config(path, &m);
+        if (st != QL_OK) {
+            ql_error_clear();
+            return ql_fail(why, "%s", first);
+        }
+    }
+    QL_GO(lora_of(job, &m->cfg, &lora));
+    QL_GO(base_bytes(job, m, &bytes));
+    ql_lora_summary(lora, &m->cfg, trainable, sizeof trainable);
+    const ql_config *c = &m->cfg;
+    *out = json_pack("{s:s,s:s,s:s,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:s,s:b,s:b,s:b,s:s,s:I}", "model", path, "path", m->path, "arch",
+                     ql_arch_name(c->arch), "hidden", (json_int_t)c->hidden, "layers", (json_int_t)c->layers, "heads",
+                     (json_int_t)c->heads, "kv_heads", (json_int_t)c->kv_heads, "head_dim", (json_int_t)c->head_dim, "ffn",
+                     (json_int_t)c->ffn, "vocab", (json_int_t)c->vocab, "max_positions", (json_int_t)c->max_positions, "parameters",
+                     (json_int_t)ql_config_params(c), "bytes", (json_int_t)bytes, "dtype", ql_dtype_name(c->dtype), "tied", c->tied,
+                     "quantised", quantised(m), "weights", m->files != NULL, "trainable", trainable, "trainable_parameters",
+                     (json_int_t)lora->params);
+    if (!*out) st = ql_fail(QL_ENOMEM, "no memory for the model's report");
+out:
+    ql_lora_close(lora);
+    ql_model_close(m);
+    return st;
+}
+
+/* ---- data ------------------------------------------------------------------------------------- */
+
+ql_status ql_data_report(const ql_job *job, int n_samples, json_t **out)
+{
+    char cache[QL_PATH_MAX];
+    const char *dir = ql_job_str(job, "output_dir");
+    ql_tok *tok = NULL;
+    ql_dataset *d = NULL;
+    QL_TRY(ql_path_join(cache, dir ? dir : "runs", ".cache"));
+    QL_TRY(ql_path_mkdirs(cache));
+    QL_TRY(ql_prepare_train(job, cache, &tok, &d));
+    ql_status st = ql_data_lint(d, tok, n_samples, out);
+    ql_dataset_close(d);
+    ql_tok_close(tok);
+    return st;
+}
+
+/* ---- plan ------------------------------------------------------------------------------------- */
+
+/* The job with some settings changed, planned at a place. NULL task: the error text stands. */
+static ql_status plan_with(const ql_job *job, const json_t *changes, const ql_place *place, const char *train, ql_task **out)
+{
+    ql_job *copy = NULL;
+    const char *key;
+    json_t *v, *o = NULL;
+    ql_status st = QL_OK;
+    QL_GO(ql_job_copy(job, &copy));
+    json_object_foreach((json_t *)(uintptr_t)changes, key, v) QL_GO(ql_job_set(copy, key, v));
+    o = ql_job_json(copy);
+    ql_task_inputs in = {.job = o, .train = train, .weights = QL_WEIGHTS_HEADERS, .place = *place};
+    QL_GO(ql_task_open(&in, out));
+out:
+    json_decref(o);
+    ql_job_free(copy);
+    return st;
+}
+
+/* The longest max_length that fits with these settings, by halving; 0 when none does. */
+static int64_t longest(const ql_job *job, const json_t *changes, const ql_place *place, int64_t most)
+{
+    int64_t lo = 0, hi = most / 64;
+    while (lo < hi) {
+        int64_t mid = (lo + hi + 1) / 2;
+        ql_task *t = NULL;
+        json_t *c = json_deep_copy(changes);
+        json_object_set_new(c, "max_length", json_integer(mid * 64));
+        if (plan_with(job, c, place, NULL, &t) == QL_OK)
+            lo = mid;
+        else
+            hi = mid - 1;
+        ql_task_close(t);
+        ql_error_clear();
+        json_decref(c);
+    }
+    return lo * 64;
+}
+
+static const struct {
+    const char *name, *changes;
+    int needs_world;
+} alternatives[] = {
+    {"resident", "{\"fsdp\": false}", 0},
+    {"sharded", "{\"fsdp\": true}", 1},
+    {"sharded + offloaded activations", "{\"fsdp\": true, \"activation_offloading\": true}", 1},
+    {"offloaded activations", "{\"activation_offloading\": true}", 0},
+    {"cpu_offload", "{\"fsdp\": true, \"fsdp_config\": {\"cpu_offload\": true}}", 0},
+    {"cpu_offload + offloaded activations", "{\"fsdp\": true, \"fsdp_config\": {\"cpu_offload\": true}, \"activation_offloading\": true}", 0},
+};
+
+static json_t *alternative(const ql_job *job, size_t i, const ql_place *place, int64_t most)
+{
+    json_t *changes = json_loads(alternatives[i].changes, 0, NULL), *o = NULL;
+    ql_task *t = NULL;
+    ql_place room = *place;
+    int64_t device = 0, host = 0;
+    /* Planned with room for all: what it takes is the row, whether it fits is a column. */
+    room.capacity = INT64_MAX / 4, room.host = INT64_MAX / 4;
+    json_object_set_new(changes, "gradient_checkpointing", json_true());
+    if (plan_with(job, changes, &room, NULL, &t) == QL_OK && ql_choice_bytes(&t->spec, &device, &host) == QL_OK) {
+        int fits = device <= place->capacity && host <= place->host;
+        o = json_pack("{s:s,s:I,s:I,s:b,s:I}", "name", alternatives[i].name, "per_device", (json_int_t)device, "host", (json_int_t)host, "fits",
+                      fits, "longest", (json_int_t)longest(job, changes, place, most));
+    }
+    ql_error_clear();
+    ql_task_close(t);
+    json_decref(changes);
+    return o;
+}
+
+static json_t *bytes_of(const ql_spec *spec, int rank, int64_t *total)
+{
+    ql_arena a;
+    json_t *o = json_object();
+    *total = 0;
+    if (ql_mem_count(spec, rank, &a) != QL_OK) return o;
+    for (int c = 0; c < QL_CATS; c++)
+        if (a.by_cat[c]) json_object_set_new(o, ql_cat_name((ql_cat)c), json_integer(a.by_cat[c]));
+    *total = a.used;
+    return o;
+}
+
+static json_t *chosen_of(const ql_task *t)
+{
+    const ql_choice *c = &t->spec.choice;
+    int store[QL_STORES] = {0}, keep[3] = {0}, saved = 0;
+    for (int l = 0; l < c->layers; l++) {
+        store[c->store[l]]++;
+        keep[c->keep[l]]++;
+        saved += c->save[l];
+    }
+    json_t *s = json_object();
+    for (int i = 0; i < QL_STORES; i++)
+        if (store[i]) json_object_set_new(s, ql_store_name((ql_store_kind)i), json_integer(store[i]));
+    return json_pack("{s:o,s:s,s:i,s:i,s:i,s:i,s:s,s:i,s:i,s:I,s:I}", "layers", s, "schedule", c->schedule == QL_BREADTH ? "breadth" : "loop",
+                     "kept", keep[QL_KEEP_ALL], "partly_recomputed", keep[QL_KEEP_NO_MLP], "recomputed", keep[QL_KEEP_INPUT], "offloaded", saved,
+                     "dtype", ql_dtype_name(t->spec.dtype), "world", c->world, "micro_batches", c->g, "samples_per_step",
+                     (json_int_t)(t->args.batch * c->g), "rows", (json_int_t)t->spec.rows);
+}
+
+static json_t *exact_worlds(const ql_choice *c)
+{
+    json_t *o = json_array();
+    for (int w = 1; w <= c->pieces && w <= QL_MAX_WORLD; w++)
+        if (c->pieces % w == 0) json_array_append_new(o, json_integer(w));
+    return o;
+}
+
+static ql_status build_report(const ql_job *job, const json_t *probe, const ql_place *place, const int *device, const char *backend,
+                              const ql_task *t, const char *missing, json_t **out)
+{
+    json_t *list = json_array(), *rows = json_array(), *why = json_array();
+    int64_t dev = 0, host = 0, most = ql_min64(t->model->cfg.max_positions > 0 ? t->model->cfg.max_positions : 131072, 131072);
+    for (int r = 0; r < place->world; r++) {
+        int64_t total = 0;
+        json_t *b = bytes_of(&t->spec, r, &total);
+        json_array_append_new(list, json_pack("{s:i,s:s,s:i,s:o,s:I,s:I}", "rank", r, "backend", backend, "index", device[r], "bytes", b, "total",
+                                              (json_int_t)total, "capacity", (json_int_t)place->capacity));
+    }
+    for (size_t i = 0; i < sizeof alternatives / sizeof *alternatives; i++) {
+        json_t *o = !alternatives[i].needs_world || place->world > 1 ? alternative(job, i, place, most) : NULL;
+        if (o) json_array_append_new(rows, o);
+    }
+    for (int i = 0; i < t->why.n; i++) json_array_append_new(why, json_string(t->why.text[i]));
+    QL_TRY(ql_choice_bytes(&t->spec, &dev, &host));
+    json_t *none = json_object();
+    int fits = dev <= place->capacity && host <= place->host;
+    *out = json_pack("{s:b,s:o,s:o,s:I,s:o,s:I,s:o,s:o,s:s}", "fits", fits, "chosen", chosen_of(t), "devices", list, "host", (json_int_t)host,
+                     "alternatives", rows, "longest", (json_int_t)longest(job, none, place, most), "why", why, "exact_worlds",
+                     exact_worlds(&t->spec.choice), "missing", missing);
+    json_decref(none);
+    (void)probe;
+    return *out ? QL_OK : ql_fail(QL_ENOMEM, "no memory for the plan");
+}
+
+ql_status ql_plan_report(const ql_job *job, const json_t *devices, json_t **out)
+{
+    ql_args a;
+    ql_place place;
+    char backend[16];
+    int device[QL_MAX_WORLD];
+    ql_task *t = NULL;
+    ql_dataset *d = NULL;
+    ql_tok *tok = NULL;
+    char cache[QL_PATH_MAX];
+    const char *dir = ql_job_str(job, "output_dir"), *train = NULL;
+    ql_status st = QL_OK;
+    QL_TRY(ql_args_from_job(job, &a));
+    QL_TRY(ql_devices_pick(&a, devices, "see `info`", &place, backend, device));
+    /* With data, its longest batch is what counts; without, full rows of max_length. */
+    if (ql_job_str(job, "data")) {
+        QL_TRY(ql_path_join(cache, dir ? dir : "runs", ".cache"));
+        if (ql_path_mkdirs(cache) == QL_OK && ql_prepare_train(job, cache, &tok, &d) == QL_OK) train = ql_dataset_path(d);
+        ql_error_clear();
+    }
+    json_t *none = json_object();
+    st = plan_with(job, none, &place, train, &t);
+    json_decref(none);
+    if (st == QL_ENOMEM) {
+        /* Nothing fits: the smallest plan is shown, with what it lacks. */
+        ql_place room = place;
+        char why[1024];
+        snprintf(why, sizeof why, "%s", ql_error());
+        ql_error_clear();
+        room.capacity = INT64_MAX / 4, room.host = INT64_MAX / 4;
+        json_t *small = json_loads("{\"fsdp\": true, \"gradient_checkpointing\": true}", 0, NULL);
+        st = plan_with(job, small, &room, train, &t);
+        json_decref(small);
+        if (st == QL_OK) st = build_report(job, devices, &place, device, backend, t, "", out);
+        if (st == QL_OK) json_array_insert_new(json_object_get(*out, "why"), 0, json_string(why));
+        goto out;
+    }
+    QL_GO(st);
+    QL_GO(build_report(job, devices, &place, device, backend, t, "", out));
+out:
+    ql_task_close(t);
+    ql_dataset_close(d);
+    ql_tok_close(tok);
+    return st;
+}
