@@ -35,7 +35,11 @@ $(LIB): $(LIB_OBJ)
 	@rm -f $@
 	ar rcs $@ $^
 
-PROGRAMS :=
+PROGRAMS := $(BUILD)/qlora-engine
+
+$(BUILD)/qlora-engine: $(BUILD)/core/engine_main.o $(LIB)
+	$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
+
 include $(wildcard kernels/cuda/build.mk magics/build.mk kernel/build.mk tests/build.mk)
 
 all: setup-system $(LIB) $(PROGRAMS)

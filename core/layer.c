@@ -174,7 +174,7 @@ static ql_status adapter_grad(const ql_layer *l, ql_group g, ql_tensor x, ql_ten
         if (!t) continue;
         ql_tensor da = ql_mat(grad + t->a, QL_F32, t->r, t->k, t->k), db = ql_mat(grad + t->b, QL_F32, t->n, t->r, t->r);
         QL_TRY(ql_matmul(l->q, da, part(dy, dy.rows, gs->n + gs->col[m], t->r), in, QL_TN, 1, da, QL_NONE));
-        QL_TRY(ql_matmul(l->q, db, part(dy, dy.rows, gs->row[m], t->n), part(xa, xa.rows, gs->col[m], t->r), QL_TN, 1, db,
+        QL_TRY(ql_matmul(l->q, db, part(dy, dy.rows, gs->row[m], t->n), part(xa, dy.rows, gs->col[m], t->r), QL_TN, 1, db,
                          QL_NONE));
     }
     return QL_OK;

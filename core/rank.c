@@ -307,6 +307,8 @@ ql_status ql_rank_load(ql_rank *r)
         QL_GO(dev_of(r)->set(r->compute, w.data, 0, w.rows * w.ld * (int64_t)ql_dtype_size(w.dtype)));
     }
     QL_GO(dev_of(r)->sync(r->compute));
+    /* Ranks fill the shared copy of host layers in turn: nobody reads it before all are done. */
+    if (r->comm && r->set.host_base) QL_GO(r->set.be->comm->barrier(r->comm, r->compute));
     if (r->set.progress) r->set.progress(r->set.ctx, "load", n + 1, n + 1);
 out:
     if (extra) dev_of(r)->free(r->dev, extra);

@@ -177,11 +177,27 @@ static json_t *death(session *s, int rank, const char *how)
     return json_pack("{s:s,s:s,s:i,s:i}", "status", ql_status_name(QL_EPEER), "text", text, "rank", rank, "step", sh->rank[rank].step);
 }
 
+/* Everything a rank has said so far. Returns 1 if there was something. */
+static int drain(session *s, relay *r, int rank)
+{
+    int some = 0;
+    while (!r->done[rank]) {
+        ql_lines_state state = QL_LINES_NONE;
+        json_t *e = NULL;
+        if (ql_lines_next(ql_ranks_lines(s->ranks, rank), 0, &state, &e) != QL_OK) ql_error_clear();
+        if (state != QL_LINES_ONE || !e) break;
+        take_event(s, r, rank, e);
+        some = 1;
+    }
+    return some;
+}
+
 static void check_ranks(session *s, relay *r)
 {
     char how[128];
     int dead = ql_ranks_dead(s->ranks, how, sizeof how);
     double now = ql_now();
+    if (dead >= 0) drain(s, r, dead); /* its last words, which say more than its status */
     if (dead >= 0 && !r->done[dead]) {
         r->left--;
         r->done[dead] = 1;
@@ -213,16 +229,7 @@ static void run_relay(session *s, relay *r)
     double aborted = 0;
     while (r->left > 0) {
         int some = 0;
-        for (int i = 0; i < ql_ranks_world(s->ranks); i++) {
-            for (int more = 1; more && !r->done[i];) {
-                ql_lines_state state = QL_LINES_NONE;
-                json_t *e = NULL;
-                if (ql_lines_next(ql_ranks_lines(s->ranks, i), 0, &state, &e) != QL_OK) ql_error_clear();
-                more = state == QL_LINES_ONE && e;
-                some |= more;
-                if (more) take_event(s, r, i, e);
-            }
-        }
+        for (int i = 0; i < ql_ranks_world(s->ranks); i++) some |= drain(s, r, i);
         listen(s, some ? 0 : 20);
         if (s->stop) ql_ranks_shared(s->ranks)->stop = 1;
         check_ranks(s, r);

@@ -20,10 +20,12 @@ void ql_task_close(ql_task *t)
 
 void ql_task_batch_bounds(const ql_dataset *d, int64_t batch, int64_t *rows, int64_t *docs)
 {
-    int64_t parts = 1, n = ql_dataset_size(d);
-    for (int64_t i = 0; i < n; i++) parts = ql_max64(parts, ql_dataset_parts(d, i));
-    int64_t b = ql_min64(batch, n);
-    *rows = ql_max64(*rows, ql_dataset_packed(d) ? ql_round_up(b * ql_dataset_longest(d), 64) : b * ql_round_up(ql_dataset_longest(d), 64));
+    int64_t parts = 1, length = 1, n = ql_dataset_size(d), b = ql_min64(batch, n);
+    for (int64_t i = 0; i < n; i++) {
+        parts = ql_max64(parts, ql_dataset_parts(d, i));
+        length = ql_max64(length, ql_dataset_length(d, i));
+    }
+    *rows = ql_max64(*rows, ql_dataset_packed(d) ? ql_round_up(b * length, 64) : b * ql_round_up(length, 64));
     *docs = ql_max64(*docs, b * parts);
 }
 
