@@ -1,5 +1,5 @@
 # magics: the `%qlora` library, the shell host, the Python extension.
-MAGICS_SRC := $(filter-out %_main.c magics/extension.c magics/missing.c,$(wildcard magics/*.c))
+MAGICS_SRC := $(filter-out %_main.c magics/extension.c,$(wildcard magics/*.c))
 MAGICS_LIB := $(BUILD)/libmagics.a
 PY_CFLAGS  := $(shell $(PYTHON) -c 'import sysconfig; print("-isystem " + sysconfig.get_paths()["include"])' 2>/dev/null)
 PY_PACKAGE := $(BUILD)/python/qlora
@@ -8,25 +8,16 @@ $(MAGICS_LIB): $(MAGICS_SRC:%.c=$(BUILD)/%.o)
 	@rm -f $@
 	ar rcs $@ $^
 
-# Only what the front end uses is taken out of the core, and only libraries that it uses are named. The last
-# archive answers for reports that the core does not make yet.
-MISSING   := $(BUILD)/libmissing.a
+# Only what the front end uses is taken out of the core, and only libraries that it uses are named.
 FRONT_END := -Wl,--as-needed -Wl,--gc-sections
 
-$(MISSING): $(BUILD)/magics/missing.o
-	@rm -f $@
-	ar rcs $@ $^
-
-$(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(wildcard tests/unit/test_magics*.c)): $(MISSING)
-$(BUILD)/tests/test_magics%: LDLIBS := $(MISSING) $(LDLIBS)
-
-$(BUILD)/qlora: $(BUILD)/magics/shell_main.o $(MAGICS_LIB) $(LIB) $(MISSING)
+$(BUILD)/qlora: $(BUILD)/magics/shell_main.o $(MAGICS_LIB) $(LIB)
 	$(CC) $(LDFLAGS) $(FRONT_END) $^ -o $@ $(LDLIBS)
 
 # The extension keeps to the stable ABI: one file for every CPython from 3.10.
 $(BUILD)/magics/extension.o: CPPFLAGS += -DPy_LIMITED_API=0x030a0000 $(PY_CFLAGS)
 $(BUILD)/magics/extension.o: WARN += -Wno-pedantic
-$(PY_PACKAGE)/_core.abi3.so: $(BUILD)/magics/extension.o $(MAGICS_LIB) $(LIB) $(MISSING)
+$(PY_PACKAGE)/_core.abi3.so: $(BUILD)/magics/extension.o $(MAGICS_LIB) $(LIB)
 	@mkdir -p $(@D)
 	$(CC) -shared $(LDFLAGS) $(FRONT_END) -Wl,-Bsymbolic -Wl,--exclude-libs,ALL $^ -o $@ $(LDLIBS)
 
