@@ -152,6 +152,12 @@ def ask(prompt, password):
     return _qhost.input(str(prompt), password)
 
 
+def package():
+    """Where the qlora package is. A mere folder of that name, a clone in the working folder, is none."""
+    spec = importlib.util.find_spec("qlora")
+    return spec.origin if spec else None
+
+
 def start(extra_path):
     global shell, late
     for key, value in dict(TERM="xterm-color", CLICOLOR="1", FORCE_COLOR="1", PAGER="cat", GIT_PAGER="cat").items():
@@ -163,9 +169,9 @@ def start(extra_path):
     app = App.instance()
     app.initialize()
     shell = app.shell
-    if importlib.util.find_spec("qlora") is None:
+    if package() is None:
         sys.path += extra_path
-    if importlib.util.find_spec("qlora") is not None:
+    if package() is not None:
         try:
             shell.extension_manager.load_extension("qlora")
         except Exception as e:

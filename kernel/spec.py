@@ -85,10 +85,15 @@ def install(kernel, build):
     folder = data_dir() / "kernels" / name()[0]
     write(folder, folder / "qlora-kernel", sys.executable, folder / "lib", name()[1])
     replace(kernel, folder / "qlora-kernel")
-    package = build / "python" / "qlora"
+    package, target, hide = build / "python" / "qlora", folder / "lib" / "qlora", shutil.ignore_patterns("__pycache__", "*.py")
+    shutil.rmtree(folder / "lib", ignore_errors=True)
     if package.is_dir():
-        shutil.rmtree(folder / "lib", ignore_errors=True)
-        shutil.copytree(package, folder / "lib" / "qlora", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(package, target, ignore=shutil.ignore_patterns("__pycache__"))
+        (target / "bin").mkdir()
+        for program in ("qlora-engine", "libqlora-cuda.so"):
+            if (build / program).exists():
+                shutil.copy2(build / program, target / "bin" / program)
+        shutil.copytree(here.parent / "notebooks/tiny", target / "bundled/tiny", ignore=hide)
     print(f"qlora: installed the kernel \"{name()[1]}\" in {folder}")
     import importlib.util
     if importlib.util.find_spec("IPython") is None:

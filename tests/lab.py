@@ -120,6 +120,11 @@ class Notebook:
         area = self.cell(i).locator(".jp-OutputArea")
         return area.inner_text() if area.count() else ""
 
+    def red(self, i):
+        """Whether a cell ended in an error."""
+        said = self.cell(i).locator('[data-mime-type="application/vnd.jupyter.stderr"], [data-mime-type="application/vnd.jupyter.error"]')
+        return any(re.search(r"^\w*(Error|Interrupt)\b", t, re.M) for t in said.all_inner_texts())
+
     def add(self, source):
         """A cell at the end, typed."""
         self.select(self.count() - 1)
@@ -144,8 +149,8 @@ def general(nb):
     check("Stop ends the cell in under a second or so", time.monotonic() - start < 2.5 and "KeyboardInterrupt" in nb.output(i), nb.output(i))
     i = nb.add("import mat")
     page.keyboard.press("Tab")
-    done = wait_for(lambda: page.locator(".jp-Completer-item").all_inner_texts(), 10)
-    check("Tab completes Python", any("math" in d for d in done or []), done)
+    done = wait_for(lambda: any("math" in t for t in page.locator(".jp-Completer-item").all_inner_texts()), 10)
+    check("Tab completes Python", done, page.locator(".jp-Completer-item").all_inner_texts())
     page.keyboard.press("Escape")
     i = nb.add("len?")
     nb.run(i, 10)
@@ -162,6 +167,75 @@ def general(nb):
     check("matplotlib draws inline", wait_for(lambda: nb.cell(i).locator("img[src^='data:image/png']").count() == 1, 5), nb.output(i))
     nb.select(i).scroll_into_view_if_needed()
     nb.shot("python")
+
+
+def first_run(nb):
+    """Notebook 01, cell by cell."""
+    source = [c["source"] for c in json.loads((root / "notebooks/01-first-run.ipynb").read_text())["cells"]]
+    source = ["".join(s) for s in source]
+
+    def at(beginning):
+        return next(i for i, s in enumerate(source) if s.startswith(beginning))
+
+    def cell(beginning, seconds=120, error=False):
+        i = at(beginning)
+        done = nb.run(i, seconds)
+        red = nb.red(i)
+        check(f"`{beginning}` runs", bool(done) and red == error, f"{nb.prompt(i)} {nb.output(i)[-600:]}")
+        check(f"`{beginning}` shows no JSON tree", nb.cell(i).locator(".jp-RenderedJSON").count() == 0)
+        nb.select(i)
+        nb.shot(re.sub(r"\W+", "-", beginning).strip("-"))
+        return i
+
+    def pictures(i):
+        return nb.cell(i).locator(".jp-OutputArea-output img").count()
+
+    i = cell("%qlora info")
+    check("info is an HTML table", nb.cell(i).locator(".jp-RenderedHTMLCommon table").count() > 0)
+    for verb in ("%qlora load", "%%qlora config", "%qlora data", "%qlora plan"):
+        cell(verb)
+    i = at("%qlora train")
+    nb.start(i)
+    bars, begin = set(), time.monotonic()
+    while time.monotonic() - begin < 60 and len(bars) < 4 and "done" not in nb.output(i):
+        bar = nb.cell(i).locator("progress")
+        if bar.count():
+            bars.add(bar.first.get_attribute("value"))
+        time.sleep(0.1)
+    check("the progress bar moves while training", len(bars) >= 3, bars)
+    check("a live table", nb.cell(i).locator(".jp-RenderedHTMLCommon table tr").count() > 2)
+    wait_for(lambda: pictures(i) > 0, 10)
+    check("a live curve", pictures(i) > 0)
+    nb.shot("training")
+    begin = time.monotonic()
+    nb.button("notebook:interrupt-kernel")
+    nb.finish(i, 10)
+    check("Stop answers in about a second", time.monotonic() - begin < 2.5, f"{time.monotonic() - begin:.1f} s")
+    check("Stop turns the cell red", nb.red(i), nb.output(i)[-600:])
+    check("Stop names the checkpoint and resume", "checkpoint" in nb.output(i) and "%qlora resume" in nb.output(i), nb.output(i)[-600:])
+    nb.select(i)
+    nb.shot("stopped")
+    i = cell("run = %qlora resume", 300)
+    check("resume draws the curve", pictures(i) > 0)
+    i = cell("import matplotlib")
+    check("the run feeds matplotlib", pictures(i) == 1)
+    i = cell("%qlora baseline", 300)
+    check("baseline: the same bits", "same bits" in nb.output(i) and pictures(i) > 0, nb.output(i)[-600:])
+    i = cell("%qlora memory")
+    bars = nb.cell(i).locator('.jp-RenderedHTMLCommon [style*="background"], .jp-RenderedHTMLCommon meter, img').count()
+    check("memory is drawn", bars > 0)
+    cell("%qlora generate")
+    cell("%qlora save")
+    i = nb.add("%qlora tr")
+    nb.page.keyboard.press("Tab")
+    wait_for(lambda: "train" in nb.cell(i).locator(".cm-content").inner_text() or nb.page.locator(".jp-Completer-item").count() > 0, 10)
+    check("Tab completes a verb", "train" in nb.cell(i).inner_text() + " ".join(nb.page.locator(".jp-Completer-item").all_inner_texts()))
+    nb.page.keyboard.press("Escape")
+    i = nb.add("%qlora?")
+    nb.run(i, 20)
+    check("`%qlora?` explains", wait_for(lambda: "train" in nb.output(i), 5), nb.output(i)[:600])
+    nb.select(i)
+    nb.shot("help")
 
 
 def restart(nb):
@@ -192,7 +266,7 @@ def main():
                 page = browser.new_page(viewport={"width": 1280, "height": 1000})
                 nb = Notebook(page, server.url, "01-first-run.ipynb")
                 nb.shot("opened")
-                for part in (general, restart):
+                for part in (first_run, general, restart):
                     try:
                         part(nb)
                     except Exception as e:
