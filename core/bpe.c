@@ -415,7 +415,7 @@ ql_status ql_bpe_encode(ql_bpe *b, const char *p, size_t n, ql_ids *out)
     if (slot && out->len - start <= CACHED_IDS) {
         slot->len = (uint8_t)n, slot->n = (uint8_t)(out->len - start), slot->hash = hash;
         memcpy(slot->key, p, n);
-        memcpy(slot->ids, out->data + start, slot->n * sizeof *slot->ids);
+        if (slot->n) memcpy(slot->ids, out->data + start, slot->n * sizeof *slot->ids);
     }
     return QL_OK;
 }

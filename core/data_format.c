@@ -126,7 +126,7 @@ static ql_status mask_all(ql_example *e, uint8_t trained)
         if (!p) QL_FAIL(QL_ENOMEM, "no memory for an example");
         e->trained = p, e->cap = cap;
     }
-    memset(e->trained, trained, e->ids.len);
+    if (e->ids.len) memset(e->trained, trained, e->ids.len);
     return QL_OK;
 }
 
@@ -287,8 +287,8 @@ static ql_status mask_prompt(ql_formatter *f, const char *prompt, size_t n, unsi
             QL_GO(ql_ids_push(&ids, ql_tok_prefix(f->tok)->data[i]));
     QL_GO(ql_tok_encode(f->tok, prompt, n, 0, &ids));
     size_t k = ids.len < e->ids.len ? ids.len : e->ids.len;
-    e->prompt_not_prefix = ids.len > e->ids.len || memcmp(ids.data, e->ids.data, k * sizeof *ids.data) != 0;
-    memset(e->trained, 0, k);
+    e->prompt_not_prefix = ids.len > e->ids.len || (k && memcmp(ids.data, e->ids.data, k * sizeof *ids.data) != 0);
+    if (k) memset(e->trained, 0, k);
 out:
     ql_ids_free(&ids);
     return st;

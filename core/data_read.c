@@ -108,6 +108,8 @@ static ql_status index_array(ql_table *r, const source *s, const char *p)
         QL_TRY(add_row(r, s->base + (uint64_t)(p - s->map)));
         p = skip_value(p, end);
         if (p < end && *p == ',') p = skip_space(p + 1, end);
+        else if (p < end && *p != ']')
+            QL_FAIL(QL_EINVAL, "%s: a '%c' too many behind row %zu", base_name(s->path), *p, r->n);
     }
     if (p >= end) QL_FAIL(QL_EINVAL, "%s: its array has no end; is the file cut off?", base_name(s->path));
     return QL_OK;
@@ -246,8 +248,10 @@ static ql_status format_of(const char *path, format *out)
 
 static ql_status map_source(source *s)
 {
+    static char empty[1];
+    if (!s->size) s->map = empty;
     if (s->mapped == s->size) return QL_OK;
-    if (s->map) munmap(s->map, s->mapped);
+    if (s->mapped) munmap(s->map, s->mapped);
     s->mapped = 0;
     s->map = mmap(NULL, s->size, PROT_READ, MAP_SHARED, s->fd, 0);
     if (s->map == MAP_FAILED) {
@@ -401,7 +405,7 @@ void ql_table_close(ql_table *r)
     if (!r) return;
     for (size_t i = 0; i < r->n_src; i++) {
         source *s = r->src + i;
-        if (s->map) munmap(s->map, s->mapped);
+        if (s->mapped) munmap(s->map, s->mapped);
         close(s->fd);
         free(s->path);
         json_decref(s->columns);

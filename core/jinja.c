@@ -6,7 +6,7 @@
 #include <time.h>
 
 /* Steps and output that no conversation needs; a template that takes more is broken or hostile. */
-enum { DEPTH = 1000, STEPS = 20000000, OUTPUT_MAX = 256 << 20 };
+enum { DEPTH = 1000, STEPS = 2000000, OUTPUT_MAX = 256 << 20 };
 
 typedef enum { GO_ON, BREAK, CONTINUE } flow;
 
@@ -471,6 +471,9 @@ static ql_status eval(jrun *r, const jnode *n, jvalue *out)
 {
     r->depth++;
     QL_TRY(eval_one(r, n, out));
+    /* Long values cost more than one step each time they are looked at. */
+    if (out->type == V_STR) r->steps += (int64_t)(out->s.n >> 8);
+    else if (out->type == V_LIST || out->type == V_TUPLE) r->steps += (int64_t)(out->list->n >> 2);
     r->depth--;
     return QL_OK;
 }

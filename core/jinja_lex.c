@@ -218,13 +218,13 @@ static ql_status lex_tag(jparser *s)
             QL_TRY(emit(s, T_NAME, 0, s->p, (size_t)(q - s->p)));
             s->p = q;
         } else {
-            int two = c << 8 | d;
+            int two = (unsigned char)c << 8 | (unsigned char)d;
             bool pair = two == OP_EQ || two == OP_NE || two == OP_LE || two == OP_GE || two == OP_POW ||
                         two == OP_FLOOR;
             if (!pair && !strchr("+-*/%~<>=.,:|()[]{}", c))
                 FAIL_AT(s->line, QL_EINVAL, "'%.8s' is not expected in a tag", s->p);
             nested += strchr("([{", c) ? 1 : strchr(")]}", c) ? -1 : 0;
-            QL_TRY(emit(s, T_OP, pair ? two : c, s->p, pair ? 2 : 1));
+            QL_TRY(emit(s, T_OP, pair ? two : (unsigned char)c, s->p, pair ? 2 : 1));
             s->p += pair ? 2 : 1;
         }
     }

@@ -594,7 +594,7 @@ ql_status ql_tok_encode_ends(ql_tok *t, const char *text, size_t n, unsigned fla
         text = good.data, n = good.len;
     }
     if (flags & QL_TOK_SPECIALS) QL_GO(add_all(t, &t->prefix, 0, out));
-    QL_GO(split_added(t, &t->raw, encode_normal, text, n, out));
+    if (n) QL_GO(split_added(t, &t->raw, encode_normal, text, n, out));
     if (flags & QL_TOK_SPECIALS) QL_GO(add_all(t, &t->suffix, n, out));
 out:
     pthread_mutex_unlock(&t->lock);
@@ -611,7 +611,7 @@ ql_status ql_tok_normalize(const ql_tok *t, const char *text, size_t n, ql_str *
 {
     ql_str good = {0};
     ql_status st = QL_OK;
-    QL_GO(ql_utf8_repair(text, n, &good));
+    if (n) QL_GO(ql_utf8_repair(text, n, &good));
     if (t->nfc && good.len) QL_GO(ql_nfc(good.data, good.len, out));
     else QL_GO(ql_str_add(out, good.data, good.len));
 out:

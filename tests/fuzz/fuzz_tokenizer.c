@@ -1,0 +1,41 @@
+/* Input that begins with '{': a tokenizer.json, which is refused or encodes without harm. Anything else: text, which
+ * the fixture tokenizers encode; without a normalizer, decoding gives the repaired text back. */
+#include "core/tokenizer.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+static void encode(ql_tok *t, const char *p, size_t n, int exact)
+{
+    ql_ids ids = {0}, ends = {0};
+    ql_str good = {0}, back = {0};
+    if (ql_tok_encode_ends(t, p, n, 0, &ids, &ends) != QL_OK || ids.len != ends.len) abort();
+    for (size_t i = 0; i < ids.len; i++)
+        if (ids.data[i] < 0 || ids.data[i] >= ql_tok_size(t)) abort();
+    if (ql_tok_decode(t, ids.data, ids.len, QL_TOK_SPECIALS, &back) != QL_OK) abort();
+    if (ql_utf8_repair(p, n, &good) != QL_OK || ql_utf8_valid(back.data, back.len) != back.len) abort();
+    if (exact && (good.len != back.len || memcmp(good.data ? good.data : "", back.data, back.len) != 0)) abort();
+    if (exact && ids.len && (size_t)ends.data[ids.len - 1] != good.len) abort();
+    ql_ids_free(&ids), ql_ids_free(&ends), ql_str_free(&good), ql_str_free(&back);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    static const char *const names[] = {"tests/text/data/llama", "tests/text/data/qwen", "tests/text/data/flags"};
+    static ql_tok *fixed[3];
+    const char *p = (const char *)data;
+    ql_tok *t = NULL;
+    ql_error_clear();
+    for (int i = 0; i < 3; i++)
+        if (!fixed[i] && ql_tok_open(names[i], &fixed[i]) != QL_OK) abort();
+    if (size && p[0] == '{') {
+        if (ql_tok_parse(p, size, &t) == QL_OK) encode(t, p, size, 0);
+        else if (!ql_error()[0]) abort();
+        ql_tok_close(t);
+    } else {
+        for (int i = 0; i < 3; i++) encode(fixed[i], p, size, i == 0);
+    }
+    return 0;
+}
