@@ -97,6 +97,9 @@ static const ql_setting table[] = {
     {STR_("task_type", "lora", "\"CAUSAL_LM\"", "PEFT's task"), .note = "accepted: always CAUSAL_LM"},
     {STR_("peft_type", "lora", "\"LORA\"", "PEFT's method"), .note = "accepted: always LORA"},
     {BOOL_("inference_mode", "lora", "false", "PEFT's flag"), .note = NO_EFFECT},
+    {STR_("base_model_name_or_path", "lora", "null", "PEFT's record of the base"), .note = "accepted, has no effect: the model's name is written"},
+    {ANY_("auto_mapping", "lora", "null", "PEFT's record of a class"), .note = NO_EFFECT},
+    {STR_("peft_version", "lora", "null", "PEFT's record of itself"), .note = NO_EFFECT},
     {BOOL_("autocast_adapter_dtype", "lora", "true", "adapters in float32"), .note = ALWAYS ": adapters are float32 masters"},
     {ONE_("save_dtype", "lora", "\"float32\"", "float32|float16|bfloat16", "dtype of adapter_model.safetensors in the run's folder")},
 

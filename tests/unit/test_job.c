@@ -50,6 +50,17 @@ TEST(table_is_sound)
     }
 }
 
+/* Every field of TrainingArguments, SFTConfig, LoraConfig and BitsAndBytesConfig is honoured, noted or refused: none is unknown. */
+TEST(upstream_names_are_known)
+{
+    json_t *f = json_load_file("tests/golden/names.json", 0, NULL), *v;
+    size_t i;
+    CHECK(json_array_size(json_object_get(f, "names")) > 150);
+    json_array_foreach(json_object_get(f, "names"), i, v)
+        CHECK_MSG(ql_setting_find(json_string_value(v)), "'%s' is not known", json_string_value(v));
+    json_decref(f);
+}
+
 TEST(defaults_of_qlora)
 {
     ql_job *j = fresh();
@@ -347,6 +358,6 @@ TEST(forms)
     json_decref(s);
 }
 
-TEST_MAIN(T(table_is_sound), T(defaults_of_qlora), T(values_in_every_form), T(bad_values_name_the_setting), T(hostile_json_is_refused),
+TEST_MAIN(T(table_is_sound), T(upstream_names_are_known), T(defaults_of_qlora), T(values_in_every_form), T(bad_values_name_the_setting), T(hostile_json_is_refused),
           T(what_upstream_says_by_default_is_harmless), T(notes_of_what_has_no_effect), T(jobs_travel_as_json), T(nearest_names), T(conflicts),
           T(forms))
