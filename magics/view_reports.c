@@ -551,6 +551,7 @@ json_t *ql_view_generated(const json_t *prompts, const json_t *r)
     {
         const char *prompt = json_string_value(p), *a = json_string_value(json_array_get(texts, i)), *b = json_string_value(json_array_get(base, i));
         if (i > 0) ql_buf_put(&v.text, "\n");
+        prompt = prompt ? prompt : "";
         if (a || !both) generated(&v, both ? "with the adapter" : "", prompt, a ? a : "");
         if (b) generated(&v, "without it", prompt, b);
     }

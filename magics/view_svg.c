@@ -45,7 +45,7 @@ static range x_range(const json_t *chart)
     extend(&r, ql_jnum(chart, "xmin", (double)NAN));
     extend(&r, ql_jnum(chart, "xmax", (double)NAN));
     if (!(r.lo <= r.hi)) r.lo = 0, r.hi = 1;
-    if (r.lo == r.hi) r.lo -= 0.5, r.hi += 0.5;
+    if (r.lo == r.hi) r.lo -= 0.5 + fabs(r.lo) * 1e-9, r.hi += 0.5 + fabs(r.hi) * 1e-9;
     return r;
 }
 
@@ -100,8 +100,9 @@ static double py(const frame *f, double v)
 static void axes(ql_buf *b, const frame *f, const json_t *panel, const char *xlabel, int last)
 {
     double step = tick_step(f->yr, f->h > 120 ? 5 : 3, 0);
-    for (double v = ceil(f->yr.lo / step - 1e-9) * step; v <= f->yr.hi + step * 1e-9; v += step) {
-        double y = py(f, v);
+    double first = ceil(f->yr.lo / step - 1e-9) * step;
+    for (int k = 0; k < 16 && first + k * step <= f->yr.hi + step * 1e-9; k++) {
+        double v = first + k * step, y = py(f, v);
         ql_buf_printf(b, "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"" GRID "\"/>", f->x, f->x + f->w, y, y);
         ql_buf_printf(b, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"end\">%s</text>", f->x - 7, y + 3.5, tick_text(v, step).s);
     }
@@ -120,8 +121,10 @@ static void axes(ql_buf *b, const frame *f, const json_t *panel, const char *xla
     ql_buf_printf(b, "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"#aab3bd\"/>", f->x, f->x + f->w, f->y + f->h, f->y + f->h);
     if (!last) return;
     step = tick_step(f->xr, 8, 1);
-    for (double v = ceil(f->xr.lo / step - 1e-9) * step; v <= f->xr.hi + step * 1e-9; v += step)
-        ql_buf_printf(b, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%s</text>", px(f, v), f->y + f->h + 15, tick_text(v, step).s);
+    first = ceil(f->xr.lo / step - 1e-9) * step;
+    for (int k = 0; k < 16 && first + k * step <= f->xr.hi + step * 1e-9; k++)
+        ql_buf_printf(b, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%s</text>", px(f, first + k * step), f->y + f->h + 15,
+                      tick_text(first + k * step, step).s);
     ql_buf_printf(b, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">", f->x + f->w / 2, f->y + f->h + 31);
     ql_buf_html(b, xlabel);
     ql_buf_put(b, "</text>");

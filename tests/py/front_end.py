@@ -44,7 +44,7 @@ class Kernel:
         return reply["content"], outputs
 
     def value(self, expression):
-        reply, out = self.run(f"print(repr({expression}))")
+        reply, out = self.run(f"print(repr(({expression})))")
         assert reply["status"] == "ok", reply
         return eval("".join(c["text"] for t, c in out if t == "stream"))
 

@@ -1,0 +1,233 @@
+"""The extension in a stock IPython kernel: magics, results, live updates, stop, death of the engine."""
+import json
+import time
+
+import pytest
+from front_end import Kernel, python
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    k = Kernel(tmp_path_factory.mktemp("notebook"), "fp16 warn pace=0.02")
+    k.run("%qlora load m;\n%qlora data d.jsonl;\n%qlora config --max_steps 40;")
+    yield k
+    k.close()
+
+
+def shown(out, kind):
+    return [c for t, c in out if t == kind]
+
+
+def test_quick_verbs_are_their_own_view(kernel):
+    reply, out = kernel.run("%qlora info")
+    (result,) = shown(out, "execute_result")
+    assert set(result["data"]) == {"text/plain", "text/html", "application/vnd.qlora.v1+json"}
+    assert 'class="dataframe"' in result["data"]["text/html"] and not shown(out, "display_data")
+    assert result["data"]["application/vnd.qlora.v1+json"]["devices"][0]["name"] == "Fake T4"
+    reply, out = kernel.run("i = %qlora info")
+    assert not shown(out, "execute_result") and not shown(out, "display_data")
+    assert kernel.value("i['devices'][1]['id']") == "00:05.0"
+    assert "Fake T4" in kernel.value("repr(i)")
+
+
+def test_semicolon_silences(kernel):
+    reply, out = kernel.run("x = %qlora config;")
+    assert kernel.value("x") is None
+    reply, out = kernel.run("%qlora config;")
+    assert not shown(out, "execute_result")
+
+
+def test_live_view(kernel):
+    begun = time.time()
+    reply, out = kernel.run("r = %qlora train --run_name live --max_steps 120")
+    took = time.time() - begun
+    assert reply["status"] == "ok"
+    first, updates = shown(out, "display_data"), shown(out, "update_display_data")
+    assert len(first) == 2 and first[0]["transient"]["display_id"] != first[1]["transient"]["display_id"]
+    bars = [u for u in updates if u["transient"] == first[0]["transient"]]
+    assert 2 <= len(bars) <= 2 * took + 2
+    assert "<progress" in bars[0]["data"]["text/html"] and "<meter" in bars[-1]["data"]["text/html"]
+    assert "120/120" in bars[-1]["data"]["text/plain"] and "skipped" in json.dumps(bars[-1]["data"])
+    assert len(bars[-1]["data"]["application/vnd.qlora.v1+json"]["history"]) == 132
+    assert all("history" not in b["data"]["application/vnd.qlora.v1+json"] for b in bars[:-1])
+    curves = [u for u in [first[1], *updates] if u["transient"] == first[1]["transient"]]
+    assert all("image/png" in c["data"] for c in curves)
+    assert curves[-1]["metadata"]["image/png"] == {"width": 720, "height": 280}
+    assert not shown(out, "stream"), shown(out, "stream")
+
+
+def test_run_objects(kernel):
+    kernel.run("r = %qlora train --run_name obj --max_steps 12")
+    assert kernel.value("len(r.loss), len(r['learning_rate']), r.name, str(r.path)") == (12, 12, "obj", "runs/obj")
+    assert kernel.value("r.frame.shape[0], list(r.frame['step'])[:3]") == (13, [1, 2, 3])
+    assert kernel.value("r.memory[0]['devices'][1]['name']") == "Fake T4"
+    assert "12 steps" in kernel.value("repr(r)") and kernel.value("__import__('qlora').last.name") == "obj"
+    reply, out = kernel.run("r")
+    assert set(shown(out, "execute_result")[0]["data"]) == {"text/plain"}
+    reply, out = kernel.run("r.nothing")
+    assert reply["ename"] == "AttributeError"
+
+
+def test_plots_leave_matplotlib_alone(kernel):
+    code = """
+import matplotlib, sys
+from matplotlib.figure import Figure
+before = dict(matplotlib.rcParams)
+ax = r.plot()
+own = Figure().add_subplot()
+same = r.plot(ax=own, diff="live")
+(type(ax).__name__, same is own, before == dict(matplotlib.rcParams), ax.get_title(loc="left"), len(own.figure.axes), "matplotlib.pyplot" in sys.modules)
+"""
+    reply, out = kernel.run(code)
+    assert reply["status"] == "ok", reply
+    text = shown(out, "execute_result")[0]["data"]["text/plain"]
+    assert text.startswith("('Axes', True, True, 'loss', 2"), text
+    assert "image/png" in shown(out, "display_data")[0]["data"]
+
+
+def test_variables_are_data(kernel):
+    reply, out = kernel.run("ds = [{'text': 'a'}, {'text': 'b\\u00e9'}]\nd = %qlora data ds\n"
+                            "import pandas, numpy\ndf = pandas.DataFrame({'prompt': ['a', 'b'], 'completion': ['x', None], 'n': numpy.arange(2)})\n"
+                            "e = %qlora data df\nc = %qlora config")
+    assert reply["status"] == "ok", reply
+    path = kernel.value("c['data']")
+    assert path.startswith("runs/.data/df-") and kernel.value(f"open({path!r}).read()") == \
+        '{"prompt": "a", "completion": "x", "n": 0}\n{"prompt": "b", "completion": null, "n": 1}\n'
+    for code, part in [("ds = [1, 2]", "ds[0] is a int"), ("ds = []", "ds has no rows")]:
+        reply, out = kernel.run(f"{code}\n%qlora data ds")
+        assert reply["status"] == "error" and part in reply["evalue"], reply
+    # What failed changed nothing, and left no part of a file.
+    assert kernel.value("(%s)" % "__import__('qlora').run('config')['data']") == path
+    assert kernel.value("__import__('glob').glob('runs/.data/*.part')") == []
+    # A name that is no data is a file's name.
+    kernel.run("def d(): pass\n%qlora data d;")
+    assert kernel.value("__import__('qlora').run('config')['data']") == "d"
+    kernel.run("%qlora data d.jsonl;")
+
+
+def test_expansion(kernel):
+    kernel.run("lr = 3e-4\nc = %qlora config --learning_rate {lr}")
+    assert kernel.value("c['learning_rate']") == 3e-4
+    reply, out = kernel.run("%qlora config --learning_rate {nothing}")
+    assert reply["status"] == "error" and "no variable nothing" in reply["evalue"]
+
+
+def test_errors_are_one_line_and_red(kernel):
+    reply, out = kernel.run("%qlora trian")
+    assert reply["status"] == "error" and reply["ename"] == "Error" and "did you mean 'train'?" in reply["evalue"]
+    (error,) = shown(out, "error")
+    assert len(error["traceback"]) == 1
+    reply, out = kernel.run("def mine():\n    import qlora\n    qlora.run('trian')\nmine()")
+    assert "in mine" in shown(out, "error")[0]["traceback"][0]
+
+
+def test_python_calls(kernel):
+    reply, out = kernel.run("import qlora\nq = qlora.run('train', max_steps=3, run_name='by \"call\"', target_modules=['q_proj'], packing=True)")
+    assert reply["status"] == "ok", reply
+    assert kernel.value("q.name, q['job']['target_modules'], q['job']['packing']") == ('by "call"', ["q_proj"], True)
+    assert kernel.value("len(qlora.run('plot', q, 'live')['runs'])") == 2
+
+
+def test_completion(kernel):
+    def complete(code):
+        kernel.client.complete(code, len(code))
+        while True:
+            m = kernel.client.get_shell_msg(timeout=10)
+            if m["msg_type"] == "complete_reply":
+                return m["content"]["matches"]
+    assert "train" in complete("%qlora tr")
+    assert "--max_steps" in complete("%qlora train --max_st")
+    assert {"live", "obj"} <= set(complete("%qlora plot "))
+    assert "cosine" in complete("%qlora config --lr_scheduler_type cos")
+    assert "grad_norm" in complete("%qlora plot --metric gr")
+
+
+def test_inspection(kernel):
+    kernel.client.inspect("%qlora", 6)
+    m = kernel.client.get_shell_msg(timeout=10)
+    assert m["content"]["found"] and "QLoRA fine-tuning" in m["content"]["data"]["text/plain"]
+
+
+def test_stop_and_resume(kernel):
+    pressed = []
+
+    def press(out):
+        if not pressed and any("/5000" in json.dumps(c.get("data", {})) for t, c in out):
+            pressed.append(time.time())
+            kernel.manager.interrupt_kernel()
+
+    reply, out = kernel.run("%qlora train --run_name stopped --max_steps 5000", during=press)
+    assert reply["status"] == "error" and reply["ename"] == "KeyboardInterrupt", reply
+    assert time.time() - pressed[0] < 1.5
+    assert "checkpoint runs/stopped/checkpoint-" in reply["evalue"] and "%qlora resume stopped" in reply["evalue"]
+    assert kernel.value("qlora.last['state']") == "stopped"
+    step = kernel.value("qlora.last['step']")
+    reply, out = kernel.run(f"s = %qlora resume --max_steps {step + 20}")
+    assert reply["status"] == "ok", reply
+    assert kernel.value("s['start']['resumed'], [h['step'] for h in s.history if 'loss' in h] == list(range(1, %d))" % (step + 21)) == (step, True)
+
+
+def test_engine_death_leaves_the_notebook(kernel):
+    def kill(out):
+        if any("/5001" in json.dumps(c.get("data", {})) for t, c in out):
+            import os
+            import signal
+            kernel.killed = True
+            pid = kernel.manager.provisioner.pid
+            for child in open(f"/proc/{pid}/task/{pid}/children").read().split():
+                os.kill(int(child), signal.SIGSEGV)
+
+    reply, out = kernel.run("mine = 42\n%qlora train --run_name dead --max_steps 5001", during=kill)
+    assert reply["status"] == "error" and "SIGSEGV" in reply["evalue"] and "fresh engine" in reply["evalue"], reply
+    reply, out = kernel.run("%qlora train --run_name after --max_steps 3")
+    assert reply["status"] == "ok" and kernel.value("mine") == 42
+
+
+def test_cells_with_bodies(kernel):
+    reply, out = kernel.run("%%qlora config\nlora:\n  r: 32\n")
+    assert reply["status"] == "ok" and kernel.value("qlora.run('config')['r']") == 32
+    reply, out = kernel.run("%%qlora generate --max_new_tokens 5\nWhat is\nthe capital?\n")
+    assert reply["status"] == "ok", reply
+    assert "the capital? Paris" in json.dumps(out[-1][1]) or any("the capital?" in json.dumps(c) for t, c in out)
+    reply, out = kernel.run("%%qlora config\nlora_rnak: 32\n")
+    assert "line 1: unknown key" in reply["evalue"]
+
+
+def test_one_verb_at_a_time(kernel):
+    code = """
+import threading, time
+said = []
+def other():
+    time.sleep(0.3)
+    try: qlora.run("config")
+    except Exception as e: said.append(str(e))
+t = threading.Thread(target=other); t.start()
+u = %qlora train --run_name threads --max_steps 40
+t.join()
+"""
+    reply, out = kernel.run(code)
+    assert reply["status"] == "ok" and "one verb at a time" in kernel.value("said[0]")
+
+
+def test_without_ipython(tmp_path):
+    r = python("import qlora\nqlora.run('load', 'm'); qlora.run('data', 'd')\nr = qlora.run('train', max_steps=6)\nprint(len(r.loss), r)", tmp_path)
+    assert r.returncode == 0 and "step 6/6" in r.stdout and "\n6 run-1: 6 steps" in r.stdout, r.stdout + r.stderr
+
+
+def test_batch_prints_lines_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
+    k = Kernel(tmp_path, "")
+    k.run("%qlora load m;\n%qlora data d;")
+    reply, out = k.run("%qlora train --max_steps 10")
+    k.close()
+    assert "step  5/10" in "".join(c["text"] for c in shown(out, "stream")) and len(shown(out, "display_data")) == 2
+
+
+def test_stable_abi(tmp_path):
+    import subprocess
+    from front_end import BUILD
+    so = BUILD / "python" / "qlora" / "_core.abi3.so"
+    undefined = subprocess.run(["nm", "-D", "--undefined-only", str(so)], capture_output=True, text=True).stdout.split()
+    assert not [s for s in undefined if s.startswith("_Py") and s not in ("_Py_Dealloc", "_Py_NoneStruct", "_Py_TrueStruct", "_Py_FalseStruct") and not s.endswith("_SizeT")]
+    needed = subprocess.run(["readelf", "-d", str(so)], capture_output=True, text=True).stdout
+    assert "libpython" not in needed and "openblas" not in needed

@@ -1,0 +1,103 @@
+"""What is left of the outputs where they are read later: nbconvert, a sanitizer, a notebook without matplotlib."""
+import base64
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import nbformat
+import pytest
+from front_end import environment, python
+
+CELLS = ["%load_ext qlora", "%qlora load m;\n%qlora data d;", "%qlora info", "r = %qlora train --max_steps 30", "%qlora plot", "%qlora memory", "%qlora verify", "%qlora help"]
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory):
+    import os
+    from nbclient import NotebookClient
+    folder = tmp_path_factory.mktemp("views")
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in CELLS],
+                                  metadata={"kernelspec": {"name": "python3", "display_name": "Python", "language": "python"}})
+    old = dict(os.environ)
+    os.environ.update(environment("fp16 warn"))
+    try:
+        NotebookClient(nb, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
+    finally:
+        os.environ.clear()
+        os.environ.update(old)
+    nbformat.validate(nb)
+    return nb
+
+
+def outputs(nb, source):
+    return next(c for c in nb.cells if c.source.startswith(source)).outputs
+
+
+def test_last_state_is_kept(notebook):
+    bar, curve = outputs(notebook, "r = %qlora train")
+    assert "30/30" in bar["data"]["text/plain"] and "1.52" in bar["data"]["text/html"]
+    assert base64.b64decode(curve["data"]["image/png"])[:8] == b"\x89PNG\r\n\x1a\n"
+    assert max(len(line) for line in bar["data"]["text/plain"].splitlines()) <= 80
+    assert max(len(line) for line in curve["data"]["text/plain"].splitlines()) <= 80
+
+
+def test_nbconvert_keeps_curve_table_and_memory(notebook):
+    from nbconvert import HTMLExporter, MarkdownExporter
+    html, _ = HTMLExporter().from_notebook_node(notebook)
+    assert "<progress" in html and "image/png;base64" in html and 'class="dataframe"' in html and "5.57 GiB" in html
+    markdown, files = MarkdownExporter().from_notebook_node(notebook)
+    assert "<progress" in markdown and any(name.endswith(".png") for name in files["outputs"]) and "dataframe" in markdown
+
+
+def test_html_needs_nothing_that_a_sanitizer_drops(notebook):
+    allowed = {"table", "thead", "tbody", "tr", "th", "td", "div", "span", "b", "i", "pre", "progress", "meter", "img"}
+    seen = 0
+    for cell in notebook.cells:
+        for out in cell.outputs:
+            html = out.get("data", {}).get("text/html")
+            if html is None:
+                continue
+            seen += 1
+            assert set(re.findall(r"<([a-z]+)", html)) <= allowed, html
+            assert "flex" not in html and "position:" not in html and "url(" not in html and " on" not in re.sub(r">[^<]*<", "><", html)
+            ET.fromstring("<all>" + re.sub(r"<(img[^>]*)>", r"<\1/>", html.replace("&nbsp;", " ")) + "</all>")  # every tag is closed
+    assert seen >= 5
+
+
+def test_svg_without_matplotlib(tmp_path):
+    code = """
+import sys, json
+sys.modules["matplotlib"] = None  # as if it were not installed
+import qlora
+qlora.run("load", "m"); qlora.run("data", "d"); qlora.run("train", max_steps=30); qlora.run("train", max_steps=30)
+p = qlora.run("plot", "run-1", "run-2")
+print("HTML" + p._bundle["data"]["text/html"])
+"""
+    r = python(code, tmp_path, "fp16")
+    assert r.returncode == 0, r.stderr
+    html = r.stdout.split("HTML", 1)[1]
+    svg = base64.b64decode(re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', html).group(1)).decode()
+    root = ET.fromstring(svg)
+    texts = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"run-1", "run-2", "loss", "step", "30 of 30: no difference"} <= set(texts), texts
+    assert sum(1 for _ in root.iter("{http://www.w3.org/2000/svg}path")) >= 3
+
+
+def test_chart_of_hostile_numbers(tmp_path):
+    (tmp_path / "t.json").write_text(json.dumps({"log_history": [
+        {"step": 1, "loss": 1e300}, {"step": 2, "loss": None}, {"step": 3, "loss": -1e300}, {"step": 4, "loss": "x"}, {"step": 1e18, "loss": 0},
+        {"loss": 3}, 5, None, {"step": -7, "loss": 1e-300}]}))
+    r = python("import qlora\nprint(qlora.run('plot', 't.json'))", tmp_path)
+    assert r.returncode == 0, r.stderr
+    (tmp_path / "e.json").write_text('{"log_history": []}')
+    assert python("import qlora\nprint(qlora.run('plot', 'e.json'))", tmp_path).returncode == 0
+
+
+def test_text_is_escaped(tmp_path):
+    code = """
+import qlora
+qlora.run("load", "<img src=x onerror=alert(1)>")
+print(qlora.run("config")._bundle["data"]["text/html"])
+"""
+    r = python(code, tmp_path)
+    assert r.returncode == 0 and "<img" not in r.stdout and "&lt;img" in r.stdout
