@@ -84,6 +84,7 @@ ql_status ql_run_report(const char *path, json_t **out);
  *   {"cmd":"train","id":1,"job":{…},"run":"runs/run-1"}            fresh adapters from the seed
  *   {"cmd":"train","id":2,"job":{…},"run":"runs/run-1","resume":"runs/run-1/checkpoint-40"}
  *      "steps":N      stop after N steps of the same schedule (baseline)
+ *      "train_data":PATH   a tokenised data set (core/dataset.h) in place of the job's data
  *   {"cmd":"eval","id":3,"job":{…},"adapter":PATH|null}
  *   {"cmd":"generate","id":4,"job":{…},"adapter":PATH|null,"prompts":[…],"messages":[…],"max_new_tokens":64,"temperature":0,"top_p":1,
  *      "top_k":0,"seed":0,"compare":true}     compare: also without the adapter

@@ -260,7 +260,12 @@ static ql_status prepare(session *s, json_t *command, const ql_job *job, ql_prep
     char cache[QL_PATH_MAX];
     const char *dir = ql_job_str(job, "output_dir");
     memset(data, 0, sizeof *data);
+    const char *ready = json_string_value(json_object_get(command, "train_data"));
     if (is(json_string_value(json_object_get(command, "cmd")), "generate")) return QL_OK;
+    if (ready) { /* tokenised by somebody else */
+        snprintf(data->train, sizeof data->train, "%s", ready);
+        return QL_OK;
+    }
     QL_TRY(ql_path_join(cache, dir ? dir : "runs", ".cache"));
     QL_TRY(ql_path_mkdirs(cache));
     ql_events_emit(s->out, "state", json_pack("{s:s,s:s}", "state", "tokenising", "text", ""));

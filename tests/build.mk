@@ -18,6 +18,11 @@ $(BUILD)/tests/ops_cuda: $(OPS_OBJ) $(BUILD)/tests/ops/cuda_only.o $(addprefix $
 
 UNIT += $(BUILD)/tests/test_ops
 
+# Models of real shapes with random values, for benchmarks on machines without a hub.
+$(BUILD)/tests/make_model: $(BUILD)/tests/bench/make_model.o $(LIB)
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
+
 # Everything once more under the address and undefined-behaviour sanitizers, with the unit tests.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 asan:
