@@ -393,7 +393,8 @@ ql_status ql_format_row(ql_formatter *f, const json_t *row, ql_example *e)
     e->reason = NULL;
     QL_TRY(format_any(f, row, e));
     size_t max = (size_t)f->o.max_length, trained = 0, whole = e->ids.len;
-    if (max && whole > max && f->o.packing != QL_PACK_WRAPPED) e->truncated = true, e->ids.len = max;
+    bool cut = f->o.packing == QL_PACK_NONE || f->o.packing == QL_PACK_BFD;
+    if (max && whole > max && cut) e->truncated = true, e->ids.len = max;
     for (size_t i = 1; i < e->ids.len; i++) trained += e->trained[i];
     if (trained) return QL_OK;
     if (e->truncated)

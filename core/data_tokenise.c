@@ -46,7 +46,7 @@ static ql_status choose_path(ql_tokenising *t)
         return QL_OK;
     }
     QL_TRY(ql_table_hash(t->rows, h));
-    int64_t numbers[] = {t->o.packing == QL_PACK_WRAPPED ? 0 : t->o.max_length, t->o.loss_on, (int64_t)ql_tok_hash(t->tok)};
+    int64_t numbers[] = {t->o.packing == QL_PACK_WRAPPED ? 0 : t->o.max_length, t->o.packing == QL_PACK_BFD_SPLIT, t->o.loss_on, (int64_t)ql_tok_hash(t->tok)};
     for (int k = 0; k < 2; k++) {
         h[k] = ql_hash(h[k], numbers, sizeof numbers);
         h[k] = hash_text(h[k], t->o.text_field);
@@ -68,6 +68,21 @@ static ql_status count_skipped(ql_tokenising *t, const char *reason)
     return bad ? ql_fail(QL_ENOMEM, "no memory to count skipped rows") : QL_OK;
 }
 
+/* One example, or (bfd_split) the pieces of max_length that have something to train on. */
+static ql_status store(ql_tokenising *t, const ql_example *e, ql_dataset_writer *w)
+{
+    size_t whole = e->ids.len, piece = t->o.packing == QL_PACK_BFD_SPLIT ? (size_t)t->o.max_length : whole;
+    for (size_t at = 0; at < whole; at += piece) {
+        size_t n = whole - at < piece ? whole - at : piece;
+        int64_t trained = 0;
+        for (size_t k = 1; k < n; k++) trained += e->trained[at + k];
+        if (!trained) continue;
+        QL_TRY(ql_dataset_add(w, e->ids.data + at, e->trained + at, n));
+        t->examples++, t->tokens += (int64_t)n, t->trained += trained;
+    }
+    return QL_OK;
+}
+
 static ql_status do_row(ql_tokenising *t, ql_formatter **f, int64_t i, ql_example *e, ql_dataset_writer *w)
 {
     json_t *row = NULL;
@@ -84,10 +99,8 @@ static ql_status do_row(ql_tokenising *t, ql_formatter **f, int64_t i, ql_exampl
             ql_error_prefix("row %lld: ", (long long)i + 1);
             st = count_skipped(t, e->reason);
         } else if (st == QL_OK) {
-            st = ql_dataset_add(w, e->ids.data, e->trained, e->ids.len);
-            t->examples++, t->tokens += (int64_t)e->ids.len;
             t->truncated += e->truncated, t->odd_prompts += e->prompt_not_prefix;
-            for (size_t k = 1; k < e->ids.len; k++) t->trained += e->trained[k];
+            st = store(t, e, w);
         }
     }
     json_decref(row);
@@ -115,6 +128,7 @@ static ql_status tokenise(ql_tokenising *t)
     json_t *about = NULL;
     ql_status st = QL_OK;
     QL_GO(ql_dataset_create(t->path, &w));
+    QL_GO(ql_dataset_reserve(w, (size_t)t->total));
     for (int64_t i = 0; i < t->total; i++) {
         if (atomic_load_explicit(&t->stop, memory_order_relaxed)) {
             st = ql_fail(QL_ESTOP, "tokenising was stopped");
@@ -160,6 +174,10 @@ ql_status ql_tokenise_start(ql_table *rows, ql_tok *tok, const ql_data_options *
     ql_status st = QL_OK;
     ql_tokenising *t = calloc(1, sizeof *t);
     if (!t) QL_FAIL(QL_ENOMEM, "no memory to tokenise");
+    if (o->packing != QL_PACK_NONE && o->max_length < 2) {
+        free(t);
+        QL_FAIL(QL_EINVAL, "packing needs a max_length");
+    }
     t->rows = rows, t->tok = tok, t->o = *o, t->total = ql_table_count(rows);
     t->skipped = json_object(), t->first = json_object();
     if (!t->skipped || !t->first) {

@@ -57,6 +57,15 @@ static ql_status flush(ql_dataset_writer *w)
     return QL_OK;
 }
 
+ql_status ql_dataset_reserve(ql_dataset_writer *w, size_t examples)
+{
+    if (examples + 2 <= w->cap) return QL_OK;
+    uint64_t *p = examples < SIZE_MAX / 16 ? realloc(w->off, (examples + 2) * sizeof *p) : NULL;
+    if (!p) QL_FAIL(QL_ENOMEM, "no memory for the index of %zu examples", examples);
+    w->off = p, w->cap = examples + 2;
+    return QL_OK;
+}
+
 ql_status ql_dataset_add(ql_dataset_writer *w, const int32_t *ids, const uint8_t *trained, size_t n)
 {
     if (w->docs + 2 > w->cap) {
@@ -246,7 +255,8 @@ ql_status ql_dataset_open(const char *path, ql_packing packing, int64_t max_leng
     ql_status st = QL_OK;
     ql_dataset *d = calloc(1, sizeof *d);
     if (!d) QL_FAIL(QL_ENOMEM, "no memory for a data set");
-    d->packing = packing, d->max_length = max_length;
+    d->packing = packing == QL_PACK_BFD_SPLIT ? QL_PACK_BFD : packing; /* alike from here on */
+    d->max_length = max_length;
     snprintf(d->path, sizeof d->path, "%s", path);
     QL_GO(map_file(path, d));
     QL_GO(check_file(path, d));

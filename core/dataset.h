@@ -7,12 +7,14 @@
 
 #include <jansson.h>
 
-typedef enum { QL_PACK_NONE, QL_PACK_BFD, QL_PACK_WRAPPED } ql_packing;
+typedef enum { QL_PACK_NONE, QL_PACK_BFD, QL_PACK_BFD_SPLIT, QL_PACK_WRAPPED } ql_packing;
 
 /* ---- writing ----------------------------------------------------------------------------------- */
 
 typedef struct ql_dataset_writer ql_dataset_writer;
 ql_status ql_dataset_create(const char *path, ql_dataset_writer **out) QL_MUST_USE;
+/* Optional: how many examples there will be at most, so that the index takes 8 bytes each. */
+ql_status ql_dataset_reserve(ql_dataset_writer *w, size_t examples) QL_MUST_USE;
 /* One example; trained[i] = 0 masks token i's label. */
 ql_status ql_dataset_add(ql_dataset_writer *w, const int32_t *ids, const uint8_t *trained,
                          size_t n) QL_MUST_USE;
@@ -23,8 +25,8 @@ void ql_dataset_writer_close(ql_dataset_writer *w);
 /* ---- reading ----------------------------------------------------------------------------------- */
 
 typedef struct ql_dataset ql_dataset;
-/* packing makes examples of max_length out of several documents: QL_PACK_BFD by best fit (documents
- * stay whole and apart), QL_PACK_WRAPPED by cutting one long row. */
+/* packing makes examples of max_length out of several documents: QL_PACK_BFD and _SPLIT by best fit
+ * (documents stay whole and apart; _SPLIT: long ones were stored in pieces), QL_PACK_WRAPPED by cutting one long row. */
 ql_status ql_dataset_open(const char *path, ql_packing packing, int64_t max_length,
                           ql_dataset **out) QL_MUST_USE;
 void ql_dataset_close(ql_dataset *d);

@@ -55,7 +55,11 @@ static ql_data_options options(const ql_job *job, const char *cache, int eval)
                          .chat_template = ql_job_str(job, "chat_template"),
                          .eos_token = ql_job_str(job, "eos_token"),
                          .cache_dir = cache};
-    if (pack) o.packing = how && strcmp(how, "wrapped") == 0 ? QL_PACK_WRAPPED : QL_PACK_BFD;
+    if (pack)
+        o.packing = !how                            ? QL_PACK_BFD
+                    : strcmp(how, "wrapped") == 0   ? QL_PACK_WRAPPED
+                    : strcmp(how, "bfd_split") == 0 ? QL_PACK_BFD_SPLIT
+                                                    : QL_PACK_BFD;
     if (ql_job_bool(job, "assistant_only_loss") || ql_job_bool(job, "train_on_responses"))
         o.loss_on = QL_LOSS_RESPONSES;
     else if (json_is_boolean(completion))

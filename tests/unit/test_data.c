@@ -293,6 +293,24 @@ TEST(pad_may_be_eos)
     ql_batch_free(&b), ql_dataset_close(d), ql_tokenise_free(k), ql_table_close(t), ql_tok_close(tok);
 }
 
+TEST(long_samples_are_split_when_asked)
+{
+    ql_table *t = NULL;
+    ql_tok *tok = NULL;
+    ql_tokenising *k = NULL;
+    ql_dataset *d = NULL;
+    ql_data_options o = {.max_length = 3, .packing = QL_PACK_BFD_SPLIT};
+    CHECK_OK(ql_tok_open("tests/text/data/qwen", &tok));
+    CHECK_OK(open_one(file("s.jsonl", "{\"text\":\"1 2 3 4\"}\n"), NULL, &t)); /* 1, space, 2 … 4, end: 8 */
+    CHECK_OK(ql_tokenise_start(t, tok, &o, &k));
+    CHECK_OK(ql_tokenise_wait(k, &d));
+    CHECK_INT(ql_dataset_documents(d), 3);
+    CHECK_INT(ql_dataset_tokens(d), 8);
+    CHECK_INT(ql_dataset_size(d), 3);
+    CHECK_INT(json_integer_value(json_object_get(ql_dataset_about(d), "truncated")), 0);
+    ql_dataset_close(d), ql_tokenise_free(k), ql_table_close(t), ql_tok_close(tok);
+}
+
 TEST(clean_up)
 {
     char cmd[128];
@@ -302,4 +320,4 @@ TEST(clean_up)
 
 TEST_MAIN(T(formats_are_read), T(splits_globs_and_folders), T(rows_are_pushed_by_a_front_end),
           T(rows_become_masked_ids), T(causes_are_named), T(tokenised_in_a_thread_and_cached),
-          T(pad_may_be_eos), T(clean_up))
+          T(pad_may_be_eos), T(long_samples_are_split_when_asked), T(clean_up))
