@@ -41,19 +41,19 @@ def engines(pid):
 
 
 def held(pid):
-    """What a kernel holds: descriptors, threads, processes below it, shared memory of the machine."""
+    """What a kernel holds: descriptors, threads, processes below it, and our named shared memory."""
     return {"descriptors": len(os.listdir(f"/proc/{pid}/fd")), "threads": len(os.listdir(f"/proc/{pid}/task")),
-            "processes": len(descendants(pid)), "shared": len(os.listdir("/dev/shm"))}
+            "processes": len(descendants(pid)), "shared": sum("qlora" in f for f in os.listdir("/dev/shm"))}
 
 
-def settle(kernel, code="import gc; gc.collect();"):
-    """An idle kernel whose engine is gone."""
+def settle(kernel, code, processes):
+    """What an idle kernel holds, its devices freed."""
     for _ in range(5):   # an interrupt that is still on its way may hit the first
         reply, _ = kernel.run(code)
         if reply["status"] == "ok":
             break
     assert reply["status"] == "ok", reply
-    wait_for(lambda: not descendants(kernel.pid), 10)
+    wait_for(lambda: len(descendants(kernel.pid)) <= processes, 10)
     return held(kernel.pid)
 
 
@@ -123,18 +123,19 @@ def main(argv=None):
     else:
         kills = 0
         print(f"soak: no engine, only the kernel: {[r.get('evalue') for r in replies if r['status'] != 'ok'][0]}")
-    unload = "import gc; gc.collect();" if not kills else "get_ipython().extension_manager.reload_extension('qlora')"
+    unload = "import gc; gc.collect();" + (" get_ipython().run_line_magic('qlora', 'unload')" if kills else "")
+    idle = (unload, 1 if kills else 0)   # the engine's supervisor stays between cells
     for code in CELLS[:9]:   # what the first use of each leaves behind once is no leak
         request = kernel.send(code, allow_stdin=True)
         time.sleep(0.3)
         kernel.interrupt()
         kernel.collect(request, 20)
-    before = settle(kernel, unload)
+    before = settle(kernel, *idle)
     ended = press_stop(kernel, args.interrupts, rng, cells)
-    between = settle(kernel, unload)
+    between = settle(kernel, *idle)
     if kills:
         kill_engines(kernel, kills, rng)
-    after = settle(kernel, unload)
+    after = settle(kernel, *idle)
     family = descendants(kernel.pid)
     kernel.close()
     orphans = [p for p in family if Path(f"/proc/{p}").exists()]
