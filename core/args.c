@@ -43,11 +43,11 @@ static void read_model(const ql_job *job, ql_args *a)
     a->revision = ql_job_str(job, "revision");
     a->dtype = dtype(job, "dtype");
     if (a->dtype == QL_DTYPES) a->dtype = dtype(job, "bnb_4bit_compute_dtype"); /* ql_job_check: they do not differ */
+    if (a->dtype == QL_DTYPES) a->dtype = dtype(job, "param_dtype");
     if (a->dtype == QL_DTYPES && ql_job_bool(job, "fp16")) a->dtype = QL_F16;
     if (a->dtype == QL_DTYPES && ql_job_bool(job, "bf16")) a->dtype = QL_BF16;
     a->residual_dtype = dtype(job, "residual_dtype");
-    a->param_dtype = dtype(job, "param_dtype");
-    a->output_dtype = dtype(job, "output_dtype");
+    if (a->residual_dtype == QL_DTYPES) a->residual_dtype = dtype(job, "output_dtype");
     a->load_in_4bit = ql_job_bool(job, "load_in_4bit");
     a->double_quant = ql_job_bool(job, "bnb_4bit_use_double_quant");
     a->dequant_direct = is(job, "dequant_via", "direct");
@@ -64,7 +64,6 @@ static void read_data(const ql_job *job, ql_args *a)
     a->order = is(job, "train_sampling_strategy", "sequential") ? QL_ORDER_SEQUENTIAL : QL_ORDER_RANDOM;
     a->order_file = ql_job_str(job, "order_file");
     a->drop_last = ql_job_bool(job, "dataloader_drop_last");
-    a->ignore_data_skip = ql_job_bool(job, "ignore_data_skip");
 }
 
 static ql_status read_update(const ql_job *job, ql_args *a)
@@ -83,13 +82,11 @@ static ql_status read_update(const ql_job *job, ql_args *a)
     a->clip = (ql_clip){.max_norm = (float)ql_job_float(job, "max_grad_norm"), .growth_factor = 2, .backoff_factor = 0.5f, .growth_interval = 2000};
     a->loss_scale = 65536;
     a->label_smoothing = ql_job_float(job, "label_smoothing_factor");
-    a->denominator = is(job, "loss_denominator", "hf_unshifted") ? QL_DENOMINATOR_UNSHIFTED : QL_DENOMINATOR_SHIFTED;
     return ql_lr_init(ql_job_str(job, "lr_scheduler_type"), ql_job_get(job, "lr_scheduler_kwargs"), ql_job_float(job, "learning_rate"), &a->lr);
 }
 
 static ql_status read_memory(const ql_job *job, ql_args *a)
 {
-    static const char *const pipelines[] = {"off", "1f1b", "recompute_ahead"};
     const json_t *dm = ql_job_get(job, "device_memory"), *hm = ql_job_get(job, "host_memory");
     QL_TRY(ql_devices_parse(ql_job_str(job, "devices"), &a->devices));
     if (ql_job_bool(job, "use_cpu") && a->devices.kind == QL_DEVICES_AUTO) a->devices = (ql_devices){.kind = QL_DEVICES_CPU, .count = 1};
@@ -99,9 +96,6 @@ static ql_status read_memory(const ql_job *job, ql_args *a)
                                                                                                : pick(job, "gradient_checkpointing");
     a->activation_offload = pick(job, "activation_offloading");
     a->breadth = pick(job, "breadth");
-    a->pipeline = (ql_pipeline)word(job, "pipeline", pipelines, 3);
-    a->forward_prefetch = a->fsdp.forward_set ? a->fsdp.forward : (bool)ql_job_bool(job, "forward_prefetch");
-    a->backward_prefetch = a->fsdp.backward_set ? a->fsdp.backward : (bool)ql_job_bool(job, "backward_prefetch");
     a->exact_worlds = (int)ql_job_int(job, "exact_worlds");
     a->deadline_ms = ql_job_int(job, "deadline_ms");
     if (!json_is_null(hm)) QL_TRY(ql_bytes_parse(hm, "host_memory", &a->host_memory));

@@ -10,23 +10,21 @@
 /* Settings that may be left to the planner. */
 typedef enum { QL_PICK_AUTO = -1, QL_PICK_NO, QL_PICK_YES } ql_pick;
 typedef enum { QL_EVERY_NO, QL_EVERY_STEPS, QL_EVERY_EPOCH, QL_EVERY_BEST } ql_every;
-typedef enum { QL_PIPELINE_AUTO = -1, QL_PIPELINE_OFF, QL_PIPELINE_1F1B, QL_PIPELINE_AHEAD } ql_pipeline;
 typedef enum { QL_ORDER_RANDOM, QL_ORDER_SEQUENTIAL } ql_order;
-typedef enum { QL_DENOMINATOR_SHIFTED, QL_DENOMINATOR_UNSHIFTED } ql_denominator;
 typedef enum { QL_TOKENS_NO, QL_TOKENS_YES } ql_token_count;
 
 /* dtypes: QL_DTYPES where the setting is auto. Strings belong to the job, and live as long as it. */
 typedef struct {
     /* model */
     const char *model, *revision;
-    ql_dtype dtype, residual_dtype, param_dtype, output_dtype;
+    ql_dtype dtype, residual_dtype;
     bool load_in_4bit, double_quant, dequant_direct;
     /* what a micro-batch is, and the order of them */
     int64_t batch, eval_batch, accumulation, max_length;
     uint64_t seed, data_seed;
     ql_order order;
     const char *order_file;
-    bool drop_last, ignore_data_skip;
+    bool drop_last;
     /* the update */
     double epochs;         /* num_train_epochs */
     int64_t max_steps;     /* -1: by epochs */
@@ -37,14 +35,11 @@ typedef struct {
     ql_clip clip;          /* scaling 0, lr NULL: the engine knows dtype and steps */
     float loss_scale;      /* where an fp16 run begins */
     double label_smoothing;
-    ql_denominator denominator;
     /* where things rest */
     ql_devices devices;
     ql_fsdp fsdp;
     const json_t *store;   /* for ql_store_parse */
     ql_pick checkpointing, activation_offload, breadth;
-    ql_pipeline pipeline;
-    bool forward_prefetch, backward_prefetch;
     int64_t device_memory[QL_MAX_DEVICES]; /* 0: what the device says */
     int64_t host_memory;                   /* 0: what the machine says */
     int exact_worlds;

@@ -121,9 +121,9 @@ static ql_status check_data(const json_t *o, const ql_ckpt_of *of)
     for (size_t i = 0; i < 3; i++) {
         int64_t then = 0;
         QL_TRY(ql_json_int(d, "engine_state.json data", same[i].key, 1, INT64_MAX / 2, &then));
-        if (then != same[i].now && !of->args->ignore_data_skip)
-            QL_FAIL(QL_EINVAL, "there were %lld %s when the checkpoint was written, there are %lld now: the place in the data is lost "
-                    "(ignore_data_skip true begins an epoch anew)",
+        if (then != same[i].now)
+            QL_FAIL(QL_EINVAL, "there were %lld %s when the checkpoint was written, there are %lld now: the place in the data is lost; "
+                    "start afresh, or give what the run was given",
                     (long long)then, same[i].text, (long long)same[i].now);
     }
     return QL_OK;
@@ -144,6 +144,8 @@ static ql_status differences(const json_t *o, const ql_job *job, json_t **out)
         char was[80];
         bool counts = strcmp(s[i].group, "lora") == 0 || strcmp(s[i].group, "data") == 0 || strcmp(s[i].group, "train") == 0 ||
                       strcmp(s[i].group, "model") == 0;
+        /* a step's micro-batches are what counts, check_data compares them */
+        if (strcmp(s[i].name, "gradient_accumulation_steps") == 0) continue;
         if (!counts || s[i].note || s[i].refused || json_equal(a, b)) continue;
         snprintf(was, sizeof was, "%.70s", ql_json_show(a));
         json_array_append_new(notes, json_sprintf("%s: %s in the checkpoint, %s now", s[i].name, was, ql_json_show(b)));
@@ -176,7 +178,10 @@ ql_status ql_ckpt_load(const char *path, const ql_ckpt_of *of, ql_ckpt_state *s,
     ql_ctl ctl;
     int64_t step = 0;
     ql_status st = QL_OK;
+    if (!ql_path_is_dir(path)) QL_FAIL(QL_EINVAL, "there is no checkpoint %s", path);
     QL_TRY(ql_path_join(file, path, "engine_state.json"));
+    if (!ql_path_is_file(file))
+        QL_FAIL(QL_EINVAL, "%s has no engine_state.json: its adapter can be loaded, but a run cannot go on from it", path);
     QL_GO(ql_json_load(file, 64 << 20, &o));
     QL_GO(check_state(o, of, s, &step));
     QL_GO(read_scaler(o, &ctl));

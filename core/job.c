@@ -313,6 +313,10 @@ static const struct {
     {"bnb_4bit_quant_type", "fp4", "16-bit weights are quantised to NF4; an FP4 file is read as it is without this setting"},
     {"reduce_dtype", "float16", "gradients are added up in float32 only, so that every world size gives the same bits"},
     {"reduce_dtype", "bfloat16", "gradients are added up in float32 only, so that every world size gives the same bits"},
+    {"loss_denominator", "hf_unshifted", "the loss is divided by the number of predicted tokens, as newer transformers do"},
+    {"packing_strategy", "bfd_split", "long samples are cut (bfd), or everything is one stream (wrapped)"},
+    {"pipeline", "1f1b", "layers are not split over devices yet; fsdp and store host spread a model that does not fit"},
+    {"pipeline", "recompute_ahead", "layers are not split over devices yet; fsdp and store host spread a model that does not fit"},
     {"loss_type", "dft", "only the negative log likelihood is computed"},
     {"train_sampling_strategy", "group_by_length", "the order is the seed's alone; packing avoids padding"},
 };

@@ -11,7 +11,7 @@ static bool is(const ql_job *job, const char *name, const char *value)
     return v && strcmp(v, value) == 0;
 }
 
-/* fp16, bf16, dtype and bnb_4bit_compute_dtype name one thing. */
+/* dtype, bnb_4bit_compute_dtype, FSDP2's param_dtype, fp16 and bf16 name one thing. */
 static ql_status check_dtype(const ql_job *job)
 {
     const char *first = NULL, *first_name = NULL;
@@ -20,6 +20,7 @@ static ql_status check_dtype(const ql_job *job)
     } said[] = {
         {"dtype", ql_job_str(job, "dtype")},
         {"bnb_4bit_compute_dtype", ql_job_str(job, "bnb_4bit_compute_dtype")},
+        {"param_dtype", ql_job_str(job, "param_dtype")},
         {"fp16", ql_job_bool(job, "fp16") ? "float16" : "auto"},
         {"bf16", ql_job_bool(job, "bf16") ? "bfloat16" : "auto"},
     };
@@ -29,6 +30,9 @@ static ql_status check_dtype(const ql_job *job)
             QL_FAIL(QL_EINVAL, "%s says %s and %s says %s: keep one of them", first_name, first, said[i].name, said[i].value);
         first = said[i].value, first_name = said[i].name;
     }
+    const char *r = ql_job_str(job, "residual_dtype"), *o = ql_job_str(job, "output_dtype");
+    if (strcmp(r, "auto") && strcmp(o, "auto") && strcmp(r, o))
+        QL_FAIL(QL_EINVAL, "residual_dtype says %s and output_dtype says %s: keep one of them", r, o);
     return QL_OK;
 }
 
@@ -104,7 +108,6 @@ static bool store_is(const ql_job *job, const char *kind)
 static ql_status check_memory(const ql_job *job)
 {
     ql_fsdp f;
-    bool pipe = is(job, "pipeline", "1f1b") || is(job, "pipeline", "recompute_ahead");
     QL_TRY(ql_fsdp_parse(ql_job_get(job, "fsdp"), ql_job_get(job, "fsdp_config"), &f, NULL));
     if (f.checkpoint_set && f.checkpoint && is(job, "gradient_checkpointing", "true"))
         QL_FAIL(QL_EINVAL, "gradient_checkpointing and fsdp_config's activation_checkpointing are both on: keep one");
@@ -117,10 +120,6 @@ static ql_status check_memory(const ql_job *job)
     if (f.mode == QL_FSDP_ON && f.reshard && !f.offload && (store_is(job, "resident") || store_is(job, "resident16")))
         QL_FAIL(QL_EINVAL, "fsdp shards the base and store %s does not: keep one", ql_job_str(job, "store"));
     if (f.mode == QL_FSDP_OFF && store_is(job, "sharded")) QL_FAIL(QL_EINVAL, "fsdp is off and store is sharded: keep one");
-    if (pipe && f.mode == QL_FSDP_ON)
-        QL_FAIL(QL_EINVAL, "pipeline gives each device its own layers, fsdp a part of every layer: keep one");
-    if (pipe && is(job, "breadth", "true")) QL_FAIL(QL_EINVAL, "pipeline and breadth are two schedules: keep one");
-    if (pipe && store_is(job, "sharded")) QL_FAIL(QL_EINVAL, "pipeline gives each device its own layers: store sharded does not go with it");
     return QL_OK;
 }
 

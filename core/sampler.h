@@ -16,4 +16,8 @@ uint32_t ql_mt_next(ql_mt *g);
  * beyond which torch takes another path. */
 ql_status ql_sampler_order(uint64_t seed, int64_t epoch, int64_t n, int32_t *order) QL_MUST_USE;
 
+/* The same from a file of sample numbers, one a line, from 0: epoch e takes lines [e·n, (e+1)·n), and begins again where the file
+ * ends. */
+ql_status ql_sampler_file(const char *path, int64_t epoch, int64_t n, int32_t *order) QL_MUST_USE;
+
 #endif

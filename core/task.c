@@ -131,13 +131,25 @@ out:
     return st;
 }
 
-ql_status ql_task_lr(const ql_task *t, float **out)
+static ql_lr schedule_of(const ql_task *t)
 {
     ql_lr lr = t->args.lr;
-    float *v = malloc((size_t)t->spec.steps * sizeof *v);
-    if (!v) QL_FAIL(QL_ENOMEM, "no memory for %lld learning rates", (long long)t->spec.steps);
     lr.warmup = t->steps.warmup;
     lr.total = t->steps.max_steps;
+    return lr;
+}
+
+double ql_task_lr_at(const ql_task *t, int64_t step)
+{
+    ql_lr lr = schedule_of(t);
+    return lr.lr * ql_lr_factor(&lr, step);
+}
+
+ql_status ql_task_lr(const ql_task *t, float **out)
+{
+    ql_lr lr = schedule_of(t);
+    float *v = malloc((size_t)t->spec.steps * sizeof *v);
+    if (!v) QL_FAIL(QL_ENOMEM, "no memory for %lld learning rates", (long long)t->spec.steps);
     ql_lr_table(&lr, t->spec.steps, v);
     *out = v;
     return QL_OK;

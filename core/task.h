@@ -34,6 +34,8 @@ ql_status ql_task_open(const ql_task_inputs *in, ql_task **out);
 void ql_task_close(ql_task *t);
 /* Rates of all steps (spec.steps). Caller frees. */
 ql_status ql_task_lr(const ql_task *t, float **out);
+/* The rate of executed step `step` (from 0) before its rounding to fp32: what records show. */
+double ql_task_lr_at(const ql_task *t, int64_t step);
 /* Whether ranks that hold `a` can run `b` without placing anything again. */
 int ql_task_same_model(const ql_task *a, const ql_task *b); /* model, adapters' table, dtypes */
 int ql_task_same_place(const ql_task *a, const ql_task *b);

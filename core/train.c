@@ -48,6 +48,7 @@ static ql_status order_of(ql_worker *w, int64_t epoch)
     if (!o) QL_FAIL(QL_ENOMEM, "no memory for the order of %lld samples", (long long)n);
     w->order = o;
     w->order_n = n, w->order_epoch = epoch;
+    if (t->args.order_file) return ql_sampler_file(t->args.order_file, epoch, n, o);
     if (t->args.order == QL_ORDER_SEQUENTIAL) {
         for (int64_t i = 0; i < n; i++) o[i] = (int32_t)i;
         return QL_OK;
@@ -170,7 +171,8 @@ static ql_status report_step(run *x, const ql_step_data *d, const ql_step_result
     memcpy(&u, &s->loss, 4);
     snprintf(bits, sizeof bits, "%08x", u);
     x->tokens += tokens;
-    ql_step_record rec = {.step = x->done, .loss = (double)s->loss, .grad_norm = (double)s->norm, .lr = (double)s->lr, .tokens = tokens};
+    double lr = ql_task_lr_at(x->t, s->skipped ? s->steps : s->steps - 1);
+    ql_step_record rec = {.step = x->done, .loss = (double)s->loss, .grad_norm = (double)s->norm, .lr = lr, .tokens = tokens};
     ql_history_step(x->history, &rec);
     json_t *o = json_pack("{s:I,s:f,s:I,s:f,s:f,s:f,s:b,s:s}", "step", (json_int_t)x->done, "epoch",
                           ql_steps_epoch(&x->t->steps, x->done), "tokens", (json_int_t)tokens, "seconds", seconds, "tokens_per_second",
@@ -179,7 +181,7 @@ static ql_status report_step(run *x, const ql_step_data *d, const ql_step_result
     if (!o) QL_FAIL(QL_ENOMEM, "no memory for a record");
     QL_TRY(ql_json_set_number(o, "loss", (double)s->loss));
     QL_TRY(ql_json_set_number(o, "grad_norm", (double)s->norm));
-    QL_TRY(ql_json_set_number(o, "learning_rate", (double)s->lr));
+    QL_TRY(ql_json_set_number(o, "learning_rate", lr));
     return ql_worker_emit(x->w, "step", o);
 }
 
@@ -271,6 +273,8 @@ static ql_status finish(run *x, json_t **out)
     if (x->t->args.load_best) QL_TRY(ql_save_load_best(x->w, x->history));
     QL_TRY(ql_history_end(x->history, seconds));
     QL_TRY(ql_save_final(x->w, x->dir, x->history));
+    if (x->w->p->rank == 0 && x->t->args.save_total_limit == 1 && ql_history_best_path(x->history))
+        QL_TRY(ql_ckpt_keep_only(x->dir, ql_history_best_path(x->history)));
     *out = json_pack("{s:s,s:I,s:f,s:f,s:f,s:s,s:O}", "run", x->dir, "step", (json_int_t)x->done, "train_loss",
                      ql_history_train_loss(x->history), "train_runtime", seconds, "tokens_per_second",
                      seconds > 0 ? (double)x->tokens / seconds : 0.0, "adapter", x->dir, "log_history", ql_history_records(x->history));

@@ -309,6 +309,13 @@ static const char *const config_notes[] = {
     "always by decoder layer", "always by decoder layer", "always by decoder layer", "always so here", "always so here", "always so here"};
 enum { CONFIG_KEYS = sizeof config_keys / sizeof *config_keys };
 
+static ql_status note(json_t *notes, const char *key, const char *text)
+{
+    if (notes && json_array_append_new(notes, json_sprintf("fsdp_config %s: accepted; %s", key, text)))
+        QL_FAIL(QL_ENOMEM, "fsdp_config: out of memory");
+    return QL_OK;
+}
+
 static ql_status config_key(const char *key, const json_t *v, ql_fsdp *f, json_t *notes)
 {
     bool set;
@@ -321,8 +328,12 @@ static ql_status config_key(const char *key, const json_t *v, ql_fsdp *f, json_t
     case K_OFFLOAD:
     case K_OFFLOAD2: return config_bool(key, v, &set, &f->offload);
     case K_CHECKPOINT: return config_bool(key, v, &f->checkpoint_set, &f->checkpoint);
-    case K_FORWARD: return config_bool(key, v, &f->forward_set, &f->forward);
-    case K_BACKWARD: return config_backward(v, f);
+    case K_FORWARD:
+        QL_TRY(config_bool(key, v, &f->forward_set, &f->forward));
+        return f->forward ? QL_OK : note(notes, "forward_prefetch", "always on here, it costs no memory");
+    case K_BACKWARD:
+        QL_TRY(config_backward(v, f));
+        return f->backward ? QL_OK : note(notes, "backward_prefetch", "always on here, it costs no memory");
     case K_VERSION:
         if (json_is_integer(v) && (json_integer_value(v) == 1 || json_integer_value(v) == 2)) return QL_OK;
         QL_FAIL(QL_EINVAL, "fsdp_config: 'version' must be 1 or 2");
@@ -330,9 +341,7 @@ static ql_status config_key(const char *key, const json_t *v, ql_fsdp *f, json_t
     }
     if (k == CONFIG_KEYS)
         QL_FAIL(QL_EINVAL, "fsdp_config: '%.60s' is not known; %s", key, ql_nearest(name, config_keys, CONFIG_KEYS, near, sizeof near));
-    if (notes && json_array_append_new(notes, json_sprintf("fsdp_config %s: accepted; %s", config_keys[k], config_notes[k - K_WITHOUT_EFFECT])))
-        QL_FAIL(QL_ENOMEM, "fsdp_config: out of memory");
-    return QL_OK;
+    return note(notes, config_keys[k], config_notes[k - K_WITHOUT_EFFECT]);
 }
 
 ql_status ql_fsdp_parse(const json_t *fsdp, const json_t *config, ql_fsdp *out, json_t *notes)

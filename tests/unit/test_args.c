@@ -21,7 +21,7 @@ TEST(defaults)
     CHECK(a.adam.kind == QL_ADAM_TORCH && !a.adam_8bit && !a.adam_paged);
     CHECK(a.clip.max_norm == 1.0f && a.clip.growth_interval == 2000 && a.loss_scale == 65536);
     CHECK(a.lr.kind == QL_LR_LINEAR && a.lr.lr == 2e-4);
-    CHECK(a.checkpointing == QL_PICK_AUTO && a.pipeline == QL_PIPELINE_AUTO && a.fsdp.mode == QL_FSDP_AUTO);
+    CHECK(a.checkpointing == QL_PICK_AUTO && a.fsdp.mode == QL_FSDP_AUTO);
     CHECK(a.log_every == QL_EVERY_STEPS && a.eval_every == QL_EVERY_NO && a.save_every == QL_EVERY_STEPS);
     CHECK(a.run_name == NULL && a.load_in_4bit && a.double_quant && a.exact_worlds == 8);
     ql_job_free(j);
@@ -30,20 +30,20 @@ TEST(defaults)
 TEST(what_is_set_arrives)
 {
     ql_job *j = job_of("{\"fp16\":true,\"optim\":\"paged_adamw_8bit\",\"data_seed\":7,\"gradient_checkpointing\":true,"
-                       "\"pipeline\":\"recompute_ahead\",\"device_memory\":[\"15GiB\",\"22GiB\"],\"use_cpu\":true,\"breadth\":false,"
+                       "\"output_dtype\":\"float32\",\"device_memory\":[\"15GiB\",\"22GiB\"],\"use_cpu\":true,\"breadth\":false,"
                        "\"load_best_model_at_end\":true,\"eval_strategy\":\"epoch\",\"save_strategy\":\"epoch\",\"eval_dataset\":\"e\","
-                       "\"train_sampling_strategy\":\"sequential\",\"loss_denominator\":\"hf_unshifted\",\"max_grad_norm\":0}");
+                       "\"train_sampling_strategy\":\"sequential\",\"max_grad_norm\":0}");
     ql_args a;
     CHECK_OK(ql_args_from_job(j, &a));
     CHECK(a.dtype == QL_F16 && a.adam.kind == QL_ADAM_BNB && a.adam_8bit && a.adam_paged && a.data_seed == 7);
-    CHECK(a.checkpointing == QL_PICK_YES && a.pipeline == QL_PIPELINE_AHEAD && a.breadth == QL_PICK_NO);
+    CHECK(a.checkpointing == QL_PICK_YES && a.residual_dtype == QL_F32 && a.breadth == QL_PICK_NO);
     CHECK(a.device_memory[0] == (int64_t)15 << 30 && a.device_memory[1] == (int64_t)22 << 30 && a.device_memory[9] == (int64_t)22 << 30);
     CHECK(a.devices.kind == QL_DEVICES_CPU && a.devices.count == 1);
-    CHECK(a.load_best && a.track_best && a.order == QL_ORDER_SEQUENTIAL && a.denominator == QL_DENOMINATOR_UNSHIFTED);
+    CHECK(a.load_best && a.track_best && a.order == QL_ORDER_SEQUENTIAL);
     ql_job_free(j);
-    j = job_of("{\"fsdp\":\"full_shard offload\",\"fsdp_config\":{\"activation_checkpointing\":true,\"forward_prefetch\":false}}");
+    j = job_of("{\"fsdp\":\"full_shard offload\",\"fsdp_config\":{\"activation_checkpointing\":true,\"forward_prefetch\":false},\"param_dtype\":\"bfloat16\"}");
     CHECK_OK(ql_args_from_job(j, &a));
-    CHECK(a.fsdp.mode == QL_FSDP_ON && a.adam_paged && a.adam.kind == QL_ADAM_TORCH && a.checkpointing == QL_PICK_YES && !a.forward_prefetch);
+    CHECK(a.fsdp.mode == QL_FSDP_ON && a.adam_paged && a.adam.kind == QL_ADAM_TORCH && a.checkpointing == QL_PICK_YES && a.dtype == QL_BF16);
     ql_job_free(j);
     j = job_of("{\"fp16\":true,\"bf16\":true}");
     CHECK_FAILS(ql_args_from_job(j, &a), QL_EINVAL, "keep one");

@@ -227,7 +227,7 @@ TEST(mismatches_are_named)
         world_close(a);
         world_close(b);
     }
-    world *a = world_open("{\"r\":8}", 40), *b = world_open("{\"r\":8,\"learning_rate\":1e-3,\"ignore_data_skip\":true,\"fsdp\":true}", 44);
+    world *a = world_open("{\"r\":8}", 40), *b = world_open("{\"r\":8,\"learning_rate\":1e-3,\"fsdp\":true}", 40);
     char run[QL_PATH_MAX], path[QL_PATH_MAX];
     json_t *notes = NULL;
     snprintf(run, sizeof run, "%s", tmp_dir("mismatch"));
