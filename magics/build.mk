@@ -29,13 +29,4 @@ python-package: $(PY_PACKAGE)/_core.abi3.so $(patsubst magics/python/qlora/%,$(P
 
 PROGRAMS += $(BUILD)/qlora python-package
 
-# The parser under libFuzzer; `make test` runs it for a while.
-$(BUILD)/fuzz_magics: tests/fuzz/fuzz_magics.c magics/parse.c magics/buf.c kernels/err.c
-	@mkdir -p $(@D)
-	clang -std=c11 -D_GNU_SOURCE -I. -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover $^ -o $@ -ljansson
-
-fuzz-magics: $(BUILD)/fuzz_magics
-	@mkdir -p $(BUILD)/fuzz/magics
-	$< -max_total_time=$(or $(FUZZ_SECONDS),20) -max_len=2048 -print_final_stats=0 $(BUILD)/fuzz/magics 2>&1 | tail -n 2
-
-.PHONY: fuzz-magics python-package
+.PHONY: python-package

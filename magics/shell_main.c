@@ -111,8 +111,9 @@ static char *beside(const char *folder, const char *name)
     for (int i = 0; i < 3; i++) {
         char *path = NULL;
         if (asprintf(&path, "%s%s/%s", folder, up[i], name) < 0) return NULL;
-        if (access(path, F_OK) == 0) return path;
+        char *real = realpath(path, NULL);
         free(path);
+        if (real) return real;
     }
     return NULL;
 }

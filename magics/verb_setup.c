@@ -202,6 +202,29 @@ static int identifier(const char *s)
     return *s == 0;
 }
 
+/* A bundled folder holds its own split: train.jsonl, and eval.jsonl, which is taken unless another was set. */
+static ql_status bundled_data(ql_job *job, char **path)
+{
+    char *train = NULL, *eval = NULL;
+    ql_status st = QL_OK;
+    if (asprintf(&train, "%s/train.jsonl", *path) < 0) QL_FAIL(QL_ENOMEM, "out of memory");
+    if (asprintf(&eval, "%s/eval.jsonl", *path) < 0) {
+        free(train);
+        QL_FAIL(QL_ENOMEM, "out of memory");
+    }
+    if (access(train, R_OK) == 0) {
+        free(*path);
+        *path = train;
+        train = NULL;
+        json_t *v = ql_text_json(eval, strlen(eval));
+        if (access(eval, R_OK) == 0 && !ql_job_is_set(job, "eval_dataset")) st = ql_job_set(job, "eval_dataset", v);
+        json_decref(v);
+    }
+    free(train);
+    free(eval);
+    return st;
+}
+
 /* A notebook's variable wins over a file of the same name: it is what the person has in mind. */
 static ql_status data_source(ql_magics *m, const char *name, char **path)
 {
@@ -223,6 +246,7 @@ ql_status ql_verb_data(ql_magics *m, const ql_call *call, json_t **out)
     QL_TRY(ql_job_copy(m->job, &job));
     if (call->n_args > 0) {
         QL_GO(data_source(m, call->args[0], &path));
+        if (strcmp(path, call->args[0]) != 0) QL_GO(bundled_data(job, &path));
         value = ql_text_json(path, strlen(path));
         QL_GO(ql_job_set(job, "data", value));
     }
@@ -321,7 +345,7 @@ static void help_all(ql_view *v)
         ql_table_cell(&t, "%s", verbs[i].help);
     }
     ql_table_end(v, &t);
-    ql_view_note(v, "A first run: %%qlora load tiny, %%qlora data tiny-data, %%qlora plan, %%qlora train. "
+    ql_view_note(v, "A first run: %%qlora load tiny, %%qlora data tiny, %%qlora plan, %%qlora train. "
                     "%%qlora help VERB or SETTING tells more; Tab completes.");
     ql_buf_free(&names);
 }

@@ -356,7 +356,8 @@ void ql_bar(ql_buf *text, ql_buf *html, const ql_part *parts, int n, double whol
     double sum = 0;
     int filled = 0, pixels = 0;
     for (int i = 0; i < n; i++) sum += parts[i].bytes;
-    if (!(whole > 0) || sum > whole) whole = sum > 0 ? sum : 1;
+    /* A sliver of a large device shows nothing: then the bar is the parts' shares, and the numbers tell the rest. */
+    if (!(whole > 0) || sum > whole || sum < whole / 50) whole = sum > 0 ? sum : 1;
     sum = 0;
     ql_buf_put(html, "<div style=\"white-space:nowrap;line-height:14px;height:14px;width:360px;background-color:#e3e6ea\">");
     for (int i = 0; i < n; i++) {

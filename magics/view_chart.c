@@ -162,7 +162,8 @@ static void add_run(json_t *panel, const json_t *run, const char *metric, size_t
 {
     const json_t *history = json_object_get(run, "history");
     const char *name = ql_jstr(run, "name", "run"), *colour = ql_colour((int)index);
-    points p = points_of(history, metric, HOLES);
+    int gradients = strcmp(metric, "loss") == 0 || strcmp(metric, "grad_norm") == 0;
+    points p = points_of(history, metric, gradients ? HOLES : VALUES);
     if (runs == 1 && p.n >= SMOOTH_FROM && strcmp(metric, "learning_rate") != 0) {
         points s = smoothed(&p);
         add_series(panel, name, &p, colour, "faint");

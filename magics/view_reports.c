@@ -409,8 +409,11 @@ static void chosen_words(const json_t *chosen, ql_buf *b)
     }
     json_object_foreach((json_t *)chosen, key, v)
     {
-        if (json_is_object(v) || json_is_array(v) || json_is_null(v)) continue;
-        ql_buf_printf(b, "%s%s ", b->len ? ", " : "", key);
+        if (json_is_object(v) || json_is_array(v) || json_is_null(v) || json_is_false(v)) continue;
+        if (json_is_integer(v) && json_integer_value(v) == 0) continue; /* "recomputed 0" says nothing */
+        ql_buf_put(b, b->len ? ", " : "");
+        for (const char *c = key; *c; c++) ql_buf_add(b, *c == '_' ? " " : c, 1);
+        ql_buf_put(b, " ");
         setting_text(v, b);
     }
 }

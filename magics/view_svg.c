@@ -80,7 +80,7 @@ static ql_short tick_text(double v, double step)
     ql_short s;
     double big = fmax(fabs(v), step);
     if (fabs(v) < step * 1e-6) v = 0;
-    if (v != 0 && (big >= 1e6 || big < 1e-4)) return ql_fmt_num(v, 3);
+    if (v == 0 || big >= 1e6 || step < 1e-3) return ql_fmt_num(v, 3);
     if (fabs(v) >= 1000 && step >= 1) return ql_fmt_count(v);
     int decimals = step >= 1 ? 0 : (int)ceil(-log10(step) - 1e-9);
     snprintf(s.s, sizeof s.s, "%.*f", decimals > 9 ? 9 : decimals, v);
@@ -208,7 +208,8 @@ static void legend(ql_buf *b, const json_t *panel, double right, double y)
         else if (strcmp(kind, "cross") == 0)
             ql_buf_printf(b, "<path d=\"M%.1f %.1fl6 6m0 -6l-6 6\" stroke=\"%s\" stroke-width=\"1.6\"/>", x - 9, y - 7, colour);
         else
-            ql_buf_printf(b, "<path d=\"M%.1f %.1fh14\" stroke=\"%s\" stroke-width=\"2.4\" stroke-linecap=\"round\"/>", x - 16, y - 4, colour);
+            ql_buf_printf(b, "<path d=\"M%.1f %.1fh14\" stroke=\"%s\" stroke-width=\"%s\" stroke-opacity=\"%s\" stroke-linecap=\"round\"/>", x - 16,
+                          y - 4, colour, strcmp(kind, "wide") == 0 ? "5" : "2.4", strcmp(kind, "wide") == 0 ? "0.35" : "1");
         x -= 30;
     }
 }
