@@ -29,4 +29,9 @@ python-package: $(PY_PACKAGE)/_core.abi3.so $(patsubst magics/python/qlora/%,$(P
 
 PROGRAMS += $(BUILD)/qlora python-package
 
+# The oldest IPython that is meant, Kaggle's: an environment of its own for tests/py/test_ipython7.py.
+$(BUILD)/venv-ipython7/.done: tests/requirements-ipython7.txt
+	@PYTHON='$(PYTHON)' .ci/setup python $(BUILD)/venv-ipython7 $<
+test: $(BUILD)/venv-ipython7/.done
+
 .PHONY: python-package

@@ -11,7 +11,7 @@ FAKE = ROOT / "tests" / "py" / "fake_engine.py"
 
 
 def environment(how="", engine=FAKE):
-    return dict(os.environ, QLORA_ENGINE=str(engine), FAKE_ENGINE=how, PYTHONPATH=str(BUILD / "python"), PYDEVD_DISABLE_FILE_VALIDATION="1")
+    return dict(os.environ, QLORA_ENGINE=str(engine), FAKE_ENGINE=how, QLORA_BUNDLED=str(ROOT / "notebooks"), PYTHONPATH=str(BUILD / "python"), PYDEVD_DISABLE_FILE_VALIDATION="1")
 
 
 def shell(text, cwd, how="", engine=FAKE, timeout=60):
@@ -26,9 +26,15 @@ def python(text, cwd, how="", timeout=120, interpreter=sys.executable):
 class Kernel:
     """A stock Python kernel with the extension loaded; run() gives (reply, outputs)."""
 
-    def __init__(self, cwd, how=""):
-        from jupyter_client.manager import start_new_kernel
-        self.manager, self.client = start_new_kernel(kernel_name="python3", cwd=str(cwd), env=environment(how), startup_timeout=60)
+    def __init__(self, cwd, how="", interpreter=sys.executable):
+        from jupyter_client import KernelManager
+        from jupyter_client.kernelspec import KernelSpec
+        self.manager = KernelManager()
+        self.manager._kernel_spec = KernelSpec(argv=[str(interpreter), "-m", "ipykernel_launcher", "-f", "{connection_file}"], language="python")
+        self.manager.start_kernel(cwd=str(cwd), env=environment(how))
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
         reply, out = self.run("%load_ext qlora")
         assert reply["status"] == "ok", reply
 

@@ -9,7 +9,8 @@ from front_end import Kernel, python
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
     k = Kernel(tmp_path_factory.mktemp("notebook"), "fp16 warn pace=0.02")
-    k.run("%qlora load m;\n%qlora data d.jsonl;\n%qlora config --max_steps 40;")
+    reply, out = k.run("%qlora load tiny;\n%qlora data tiny;\n%qlora config --max_steps 40 --devices 0,1;")
+    assert reply["status"] == "ok", reply
     yield k
     k.close()
 
@@ -87,12 +88,12 @@ same = r.plot(ax=own, diff="live")
 
 def test_variables_are_data(kernel):
     reply, out = kernel.run("ds = [{'text': 'a'}, {'text': 'b\\u00e9'}]\nd = %qlora data ds\n"
-                            "import pandas, numpy\ndf = pandas.DataFrame({'prompt': ['a', 'b'], 'completion': ['x', None], 'n': numpy.arange(2)})\n"
+                            "import pandas, numpy\ndf = pandas.DataFrame({'prompt': ['a', 'b'], 'completion': ['x', 'y'], 'n': numpy.arange(2), 'm': [0.5, None]})\n"
                             "e = %qlora data df\nc = %qlora config")
     assert reply["status"] == "ok", reply
     path = kernel.value("c['data']")
     assert path.startswith("runs/.data/df-") and kernel.value(f"open({path!r}).read()") == \
-        '{"prompt": "a", "completion": "x", "n": 0}\n{"prompt": "b", "completion": null, "n": 1}\n'
+        '{"prompt": "a", "completion": "x", "n": 0, "m": 0.5}\n{"prompt": "b", "completion": "y", "n": 1, "m": null}\n'
     for code, part in [("ds = [1, 2]", "ds[0] is a int"), ("ds = []", "ds has no rows")]:
         reply, out = kernel.run(f"{code}\n%qlora data ds")
         assert reply["status"] == "error" and part in reply["evalue"], reply
@@ -100,9 +101,9 @@ def test_variables_are_data(kernel):
     assert kernel.value("(%s)" % "__import__('qlora').run('config')['data']") == path
     assert kernel.value("__import__('glob').glob('runs/.data/*.part')") == []
     # A name that is no data is a file's name.
-    kernel.run("def d(): pass\n%qlora data d;")
-    assert kernel.value("__import__('qlora').run('config')['data']") == "d"
-    kernel.run("%qlora data d.jsonl;")
+    reply, out = kernel.run("def d(): pass\n%qlora data d;")
+    assert reply["status"] == "error" and reply["evalue"].startswith("d: there is no such file"), reply
+    kernel.run("%qlora data tiny;")
 
 
 def test_expansion(kernel):
@@ -210,14 +211,14 @@ t.join()
 
 
 def test_without_ipython(tmp_path):
-    r = python("import qlora\nqlora.run('load', 'm'); qlora.run('data', 'd')\nr = qlora.run('train', max_steps=6)\nprint(len(r.loss), r)", tmp_path)
+    r = python("import qlora\nqlora.run('load', 'tiny'); qlora.run('data', 'tiny')\nr = qlora.run('train', max_steps=6)\nprint(len(r.loss), r)", tmp_path)
     assert r.returncode == 0 and "step 6/6" in r.stdout and "\n6 run-1: 6 steps" in r.stdout, r.stdout + r.stderr
 
 
 def test_batch_prints_lines_too(tmp_path, monkeypatch):
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
     k = Kernel(tmp_path, "")
-    k.run("%qlora load m;\n%qlora data d;")
+    k.run("%qlora load tiny;\n%qlora data tiny;")
     reply, out = k.run("%qlora train --max_steps 10")
     k.close()
     assert "step  5/10" in "".join(c["text"] for c in shown(out, "stream")) and len(shown(out, "display_data")) == 2

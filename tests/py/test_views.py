@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from front_end import environment, python
 
-CELLS = ["%load_ext qlora", "%qlora load m;\n%qlora data d;", "%qlora info", "r = %qlora train --max_steps 30", "%qlora plot", "%qlora memory", "%qlora verify", "%qlora help"]
+CELLS = ["%load_ext qlora", "%qlora load tiny;\n%qlora data tiny;", "%qlora info", "r = %qlora train --max_steps 30", "%qlora plot", "%qlora memory", "%qlora verify", "%qlora help"]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_svg_without_matplotlib(tmp_path):
 import sys, json
 sys.modules["matplotlib"] = None  # as if it were not installed
 import qlora
-qlora.run("load", "m"); qlora.run("data", "d"); qlora.run("train", max_steps=30); qlora.run("train", max_steps=30)
+qlora.run("load", "tiny"); qlora.run("data", "tiny"); qlora.run("train", max_steps=30); qlora.run("train", max_steps=30)
 p = qlora.run("plot", "run-1", "run-2")
 print("HTML" + p._bundle["data"]["text/html"])
 """
@@ -96,7 +96,7 @@ def test_chart_of_hostile_numbers(tmp_path):
 def test_text_is_escaped(tmp_path):
     code = """
 import qlora
-qlora.run("load", "<img src=x onerror=alert(1)>")
+qlora.run("config", run_name="<img src=x onerror=alert(1)>")
 print(qlora.run("config")._bundle["data"]["text/html"])
 """
     r = python(code, tmp_path)

@@ -255,7 +255,7 @@ def _brief_traceback(error):
     while tb is not None:
         code = tb.tb_frame.f_code
         ours = "IPython" in code.co_filename or _Path(code.co_filename).parent == _Path(__file__).parent
-        if not ours and code.co_name != "<module>":
+        if not ours and not code.co_name.startswith("<"):  # <module>, <cell line: 1>
             lines.insert(-1, f"in {code.co_name}, {code.co_filename}:{tb.tb_lineno}")
         tb = tb.tb_next
     return lines
