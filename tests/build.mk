@@ -19,7 +19,7 @@ $(BUILD)/tests/ops_cuda: $(OPS_OBJ) $(BUILD)/tests/ops/cuda_only.o $(addprefix $
 UNIT += $(BUILD)/tests/test_ops
 
 # Models of real shapes with random values, for benchmarks on machines without a hub.
-$(BUILD)/tests/make_model: $(BUILD)/tests/bench/make_model.o $(LIB)
+$(BUILD)/tests/make_model $(BUILD)/tests/profile: $(BUILD)/tests/%: $(BUILD)/tests/bench/%.o $(LIB)
 	@mkdir -p $(@D)
 	$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
 

@@ -1,0 +1,198 @@
+/* profile MODEL_FOLDER '{"setting": value, …}': where a step's time goes, op by op, on one device. Every op of the backend's table is wrapped
+ * in a pair of events on the compute stream; nothing waits inside the step. MODEL_FOLDER is one of make_model's. */
+#include "core/devices.h"
+#include "core/rank.h"
+#include "core/task.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST = 60000, KEYS = 512 };
+
+static const ql_ops *real;
+static const ql_dev_table *dev;
+static ql_stream *stream;
+static ql_event *begin[MOST], *end[MOST];
+static int key_of[MOST], used, recording;
+static char keys[KEYS][96];
+static int key_count;
+
+static int key(const char *text)
+{
+    for (int i = 0; i < key_count; i++)
+        if (strcmp(keys[i], text) == 0) return i;
+    if (key_count == KEYS) return KEYS - 1;
+    snprintf(keys[key_count], sizeof keys[0], "%s", text);
+    return key_count++;
+}
+
+static int start(const char *name, int64_t a, int64_t b, int64_t c)
+{
+    char text[96];
+    if (!recording || used == MOST) return -1;
+    snprintf(text, sizeof text, "%-13s %6lld %6lld %6lld", name, (long long)a, (long long)b, (long long)c);
+    key_of[used] = key(text);
+    if (dev->record(stream, begin[used]) != QL_OK) return -1;
+    return used++;
+}
+
+static ql_status stop(int i, ql_status st)
+{
+    if (i >= 0 && st == QL_OK) return dev->record(stream, end[i]);
+    return st;
+}
+
+#define WRAP(name, params, args, a, b, c)                                                                                      \
+    static ql_status w_##name params                                                                                           \
+    {                                                                                                                          \
+        int i_ = start(#name, a, b, c);                                                                                        \
+        return stop(i_, real->name args);                                                                                      \
+    }
+#define Q const ql_queue *q
+#define X ql_tensor
+WRAP(convert, (Q, const X *o, const X *in, int n), (q, o, in, n), n, o->rows, o->cols)
+WRAP(fill, (Q, X o, float v), (q, o, v), o.rows, o.cols, 0)
+WRAP(add, (Q, X o, X a, X b), (q, o, a, b), o.rows, o.cols, 0)
+WRAP(gather_rows, (Q, X o, X in, X i), (q, o, in, i), o.rows, o.cols, 0)
+WRAP(scatter_rows, (Q, X o, X in, X i), (q, o, in, i), in.rows, in.cols, 0)
+WRAP(nf4_dequant, (Q, const X *o, const ql_nf4 *w, int n), (q, o, w, n), n, o->rows, o->cols)
+WRAP(matmul, (Q, X o, X a, X b, ql_trans t, float al, X c, X bi), (q, o, a, b, t, al, c, bi), o.rows, o.cols, (t == QL_TN ? -a.rows : a.cols))
+WRAP(rmsnorm, (Q, X y, X x, X w, float e), (q, y, x, w, e), x.rows, x.cols, 0)
+WRAP(rmsnorm_dx, (Q, X dx, X dy, X x, X w, float e, X r), (q, dx, dy, x, w, e, r), x.rows, x.cols, 0)
+WRAP(rope, (Q, X x, int64_t d, X p, X f, float s, int sg), (q, x, d, p, f, s, sg), x.rows, x.cols, sg)
+WRAP(swiglu, (Q, X h, X gu), (q, h, gu), h.rows, h.cols, 0)
+WRAP(swiglu_dx, (Q, X dgu, X dh, X gu, X h), (q, dgu, dh, gu, h), dh.rows, dh.cols, 0)
+WRAP(attention, (Q, X o, X l, X a, X k, X v, const ql_attn *at), (q, o, l, a, k, v, at), o.rows, o.cols, at->docs)
+WRAP(attention_dx, (Q, X dq, X dk, X dv, X dout, X o, X l, X de, X a, X k, X v, const ql_attn *at), (q, dq, dk, dv, dout, o, l, de, a, k, v, at),
+     o.rows, o.cols, at->docs)
+WRAP(ce_stats, (Q, X s, X l, X t, int64_t v0), (q, s, l, t, v0), l.rows, l.cols, 0)
+WRAP(ce_join, (Q, X a, X b), (q, a, b), a.rows, a.cols, 0)
+WRAP(ce_loss, (Q, X n, X l, X s, X t, float sm, int64_t v), (q, n, l, s, t, sm, v), s.rows, 0, 0)
+WRAP(ce_grad, (Q, X l, X ls, X t, int64_t v0, float sm, int64_t v, const ql_ctl *c), (q, l, ls, t, v0, sm, v, c), l.rows, l.cols, 0)
+WRAP(sum, (Q, X o, X in), (q, o, in), in.cols, 0, 0)
+WRAP(norm_parts, (Q, X p, X g), (q, p, g), g.cols, 0, 0)
+WRAP(clip, (Q, ql_ctl *c, X p, const ql_clip *cl), (q, c, p, cl), p.cols, 0, 0)
+WRAP(adamw, (Q, X p, X m, X v, X g, const ql_ctl *c, const ql_adam *a), (q, p, m, v, g, c, a), p.cols, 0, 0)
+WRAP(adamw8, (Q, X p, X m, X v, X m2, X v2, X g, X c1, X c2, const ql_ctl *c, const ql_adam *a), (q, p, m, v, m2, v2, g, c1, c2, c, a), p.cols, 0, 0)
+
+static ql_ops wrapped(const ql_ops *o)
+{
+    ql_ops w = *o;
+#define USE(name) w.name = w_##name
+    USE(convert); USE(fill); USE(add); USE(gather_rows); USE(scatter_rows); USE(nf4_dequant); USE(matmul); USE(rmsnorm); USE(rmsnorm_dx);
+    USE(rope); USE(swiglu); USE(swiglu_dx); USE(attention); USE(attention_dx); USE(ce_stats); USE(ce_join); USE(ce_loss); USE(ce_grad);
+    USE(sum); USE(norm_parts); USE(clip); USE(adamw); USE(adamw8);
+    return w;
+}
+
+static int by_time(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return x < y ? 1 : x > y ? -1 : 0;
+}
+
+static ql_status report(double step_ms)
+{
+    struct {
+        double ms;
+        int calls, key;
+    } row[KEYS] = {{0}};
+    double all = 0;
+    for (int i = 0; i < key_count; i++) row[i].key = i;
+    for (int i = 0; i < used; i++) {
+        double ms = 0;
+        QL_TRY(dev->elapsed(begin[i], end[i], &ms));
+        row[key_of[i]].ms += ms;
+        row[key_of[i]].calls++;
+        all += ms;
+    }
+    qsort(row, (size_t)key_count, sizeof *row, by_time);
+    printf("step %.1f ms; inside ops %.1f ms\n", step_ms, all);
+    for (int i = 0; i < key_count && i < 45; i++)
+        printf("%-40s %5d calls %8.2f ms %5.1f %%  %7.4f each\n", keys[row[i].key], row[i].calls, row[i].ms, 100 * row[i].ms / all, row[i].ms / row[i].calls);
+    return QL_OK;
+}
+
+static ql_status run(const char *folder, const char *settings)
+{
+    json_t *job = json_loads(settings, 0, NULL), *probe = NULL;
+    const ql_backend *cuda = NULL;
+    char missing[512], backend[16], data[4096];
+    int device[QL_MAX_WORLD];
+    ql_job *j = NULL;
+    ql_args args;
+    ql_task *t = NULL;
+    ql_rank *r = NULL;
+    ql_shared *shared = calloc(1, sizeof *shared);
+    float *lr = NULL;
+    if (!job) QL_FAIL(QL_EINVAL, "settings: not JSON");
+    json_object_set_new(job, "model", json_string(folder));
+    json_object_set_new(job, "max_length", json_integer(1 << 20));
+    json_object_set_new(job, "max_steps", json_integer(8));
+    snprintf(data, sizeof data, "%s/train.data", folder);
+    QL_TRY(ql_job_from_json(job, &j));
+    QL_TRY(ql_args_from_job(j, &args));
+    ql_task_inputs in = {.job = job, .train = data, .weights = QL_WEIGHTS_MAPPED};
+    QL_TRY(ql_devices_probe(getenv("QLORA_CUDA_LIBRARY"), &probe, missing, sizeof missing));
+    QL_TRY(ql_devices_pick(&args, probe, missing, &in.place, backend, device));
+    QL_TRY(ql_task_open(&in, &t));
+    if (strcmp(backend, "cuda") == 0) QL_TRY(ql_backend_cuda(getenv("QLORA_CUDA_LIBRARY"), &cuda));
+    ql_backend be = cuda ? *cuda : *ql_backend_cpu();
+    real = be.ops;
+    dev = be.dev;
+    ql_ops mine = wrapped(real);
+    be.ops = &mine;
+    ql_rank_setup set = {.be = &be, .world = 1, .shared = shared, .device = device[0], .timeout_ms = 10000};
+    QL_TRY(ql_rank_open(&set, &t->spec, &r));
+    QL_TRY(ql_rank_load(r));
+    stream = r->compute;
+    for (int i = 0; i < MOST; i++) {
+        QL_TRY(dev->event_open(r->dev, &begin[i]));
+        QL_TRY(dev->event_open(r->dev, &end[i]));
+    }
+    ql_optim o = {.adam = args.adam, .clip = args.clip};
+    QL_TRY(ql_task_lr(t, &lr));
+    QL_TRY(ql_optim_init(r, &o, lr, 1));
+    float *flat = calloc((size_t)t->lora->elements, 4);
+    ql_lora_init(t->lora, 1, flat);
+    QL_TRY(ql_rank_set_adapters(r, flat));
+    int32_t order[256];
+    for (int i = 0; i < 256; i++) order[i] = i;
+    for (int i = 0; i < t->why.n; i++) printf("%s\n", t->why.text[i]);
+    for (int s = 0; s < 5; s++) {
+        ql_plan p;
+        ql_step_result res;
+        ql_event *a, *b;
+        double ms = 0;
+        ql_step_data d = {.data = t->train, .order = order, .n = 256, .first = s * t->spec.choice.g, .batch = args.batch, .g = t->spec.choice.g, .step = (uint32_t)s + 1};
+        d.items = ql_step_items(&d);
+        QL_TRY(dev->event_open(r->dev, &a));
+        QL_TRY(dev->event_open(r->dev, &b));
+        QL_TRY(ql_plan_build(&t->spec.choice, 0, t->spec.choice.g, &p));
+        recording = s == 4;
+        QL_TRY(dev->record(stream, a));
+        QL_TRY(ql_rank_step(r, &p, &d, &res));
+        QL_TRY(dev->record(stream, b));
+        QL_TRY(dev->sync(stream));
+        QL_TRY(dev->elapsed(a, b, &ms));
+        recording = 0;
+        if (s == 3) printf("without recording: step %.1f ms\n", ms);
+        if (s == 4) QL_TRY(report(ms));
+        ql_plan_free(&p);
+    }
+    return QL_OK;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc != 3) {
+        fprintf(stderr, "usage: profile MODEL_FOLDER '{\"setting\": value}'\n");
+        return 2;
+    }
+    if (run(argv[1], argv[2]) != QL_OK) {
+        fprintf(stderr, "profile: %s\n", ql_error());
+        return 1;
+    }
+    return 0;
+}
