@@ -77,9 +77,21 @@ tiny: hf-venv
 
 .PHONY: unit asan fuzz test hf-venv test-hf golden tiny
 
-# What a machine with a GPU runs (tests/cuda/run.sh); built here too, so that they always compile.
-$(BUILD)/tests/bench_cuda: $(BUILD)/tests/cuda/bench.o $(addprefix $(BUILD)/kernels/,err.o ops.o cuda_open.o)
+# What a machine with a GPU runs (tests/cuda/run.sh); built here too, so that they always compile. They open the backend
+# as the engine does. CUDA_TESTS: programs that print lines of tests/test.h and end with the number of failures; on a
+# GPU a skip is a failure.
+CUDA_PROG  := $(BUILD)/kernels/err.o $(BUILD)/kernels/ops.o $(BUILD)/kernels/cuda_open.o
+CUDA_TESTS += $(BUILD)/tests/ops_cuda $(BUILD)/tests/attn_check
+$(BUILD)/tests/bench_cuda: $(BUILD)/tests/cuda/bench.o $(CUDA_PROG)
 	@mkdir -p $(@D)
 	$(CC) $(LDFLAGS) $^ -o $@ -ldl -lm
-cuda-tests: $(CUDA_LIB) $(BUILD)/tests/ops_cuda $(BUILD)/tests/bench_cuda
+$(BUILD)/tests/%: $(BUILD)/tests/cuda/%.o $(CUDA_PROG)
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) $^ -o $@ -ldl -lpthread -lm
+# Kernels alone on a card, without the backend.
+$(BUILD)/tests/variants $(BUILD)/tests/wgmma_check: $(BUILD)/tests/%: tests/cuda/%.cu $(wildcard kernels/cuda/*.h)
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCCFLAGS) -gencode arch=compute_90a,code=sm_90a $< -o $@
+cuda-tests: $(CUDA_LIB) $(CUDA_TESTS) $(BUILD)/tests/bench_cuda \
+    $(if $(T4),,$(BUILD)/tests/variants $(BUILD)/tests/wgmma_check)
 .PHONY: cuda-tests

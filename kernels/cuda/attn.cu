@@ -1,42 +1,6 @@
 /* Flash attention on tensor cores (m16n8k16, on sm_75 m16n8k8): forward, and backward as two kernels, one that owns
  * rows of dQ and one that owns rows of dK and dV, so that nothing is added by more than one block. */
-#include "kernels/cuda/mma.h"
-
-struct attn_args {
-    const void *q, *k, *v, *dout;
-    void *o, *dq, *dk, *dv;
-    float *lse;
-    const float *delta;
-    int64_t q_ld, k_ld, v_ld, o_ld, dout_ld, dq_ld, dk_ld, dv_ld, lse_ld, delta_ld;
-    const int *q_start, *q_len, *k_start, *k_len;
-    int d, group, window; /* group: query heads per key/value head */
-    float scale;
-};
-
-#define LOG2E 1.4426950408889634f
-
-/* One document as a block sees it; query i sees keys j with i + off − window < j ≤ i + off. */
-struct doc_view {
-    int q_len, k_len, off, window;
-    int64_t q0, k0;
-};
-static __device__ __forceinline__ doc_view doc_of(const attn_args &a, int doc)
-{
-    doc_view v;
-    v.q_len = a.q_len[doc], v.k_len = a.k_len[doc], v.off = v.k_len - v.q_len;
-    v.window = a.window > 0 ? a.window : 0x3fffffff;
-    v.q0 = a.q_start[doc], v.k0 = a.k_start[doc];
-    return v;
-}
-static __device__ __forceinline__ bool sees(const doc_view &v, int i, int j)
-{
-    return j <= i + v.off && j > i + v.off - v.window && j < v.k_len;
-}
-/* Whether every query of [i, i + m) sees every key of [j, j + n). */
-static __device__ __forceinline__ bool sees_all(const doc_view &v, int i, int m, int j, int n)
-{
-    return j + n - 1 <= i + v.off && j > i + m - 1 + v.off - v.window && j + n <= v.k_len;
-}
+#include "kernels/cuda/attn.h"
 
 /* ---- forward -------------------------------------------------------------------------------------- */
 
@@ -386,6 +350,9 @@ ql_status cu_attention(const ql_queue *q, ql_tensor o, ql_tensor lse, ql_tensor 
     if (!tensor_cores(q, all, 4)) return cu_attention_plain(q, o, lse, qt, k, v, a);
     attn_args x = args_of(qt, k, v, lse, a);
     x.o = o.data, x.o_ld = o.ld;
+#ifdef QL_SM90A
+    if (q->stream->dev->arch == 90) return cu_attention90(q, &x, a, qt.dtype);
+#endif
     bool small = a->head_dim <= 64;
     if (q->stream->dev->arch < 80) return small ? run_fwd<fwd75<64>>(q, &x, a) : run_fwd<fwd75<128>>(q, &x, a);
     if (qt.dtype == QL_F16)

@@ -15,8 +15,15 @@ CUDA_GEN  := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
 endif
 CUDA_HEADERS := build/cuda-headers
 CUDA_LIB     := $(BUILD)/libqlora-cuda.so
-CUDA_OBJ     := $(patsubst %.cu,$(BUILD)/%.o,$(wildcard kernels/cuda/*.cu))
-NVCCFLAGS    += -std=c++17 -O3 -I. -I$(CUDA_HEADERS) $(CUDA_GEN) -lineinfo -cudart static \
+CUDA_SRC     := $(filter-out %90.cu,$(wildcard kernels/cuda/*.cu))
+ifneq ($(filter 90,$(if $(T4),,$(CUDA_ARCH))),)
+# Warpgroup products exist on sm_90a alone: one file, chosen at run time on exactly that card.
+CUDA_SRC     += kernels/cuda/attn90.cu
+$(BUILD)/kernels/cuda/attn90.o: CUDA_GEN := -gencode arch=compute_90a,code=sm_90a
+$(BUILD)/kernels/cuda/attn.o: CUDA_GEN += -DQL_SM90A
+endif
+CUDA_OBJ     := $(CUDA_SRC:%.cu=$(BUILD)/%.o)
+NVCCFLAGS    += -std=c++17 -O3 -I. -I$(CUDA_HEADERS) -lineinfo -cudart static \
                 -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra$(if $(WERROR),$(comma)-Werror) $(if $(WERROR),-Werror all-warnings)
 comma := ,
 
@@ -25,7 +32,7 @@ $(CUDA_HEADERS)/.done: kernels/cuda/headers
 
 $(BUILD)/%.o: %.cu $(CUDA_HEADERS)/.done
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+	$(NVCC) $(NVCCFLAGS) $(CUDA_GEN) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 
 $(CUDA_LIB): $(CUDA_OBJ)
 	$(NVCC) -shared -cudart static -Xlinker -soname,libqlora-cuda.so,-Bsymbolic,--exclude-libs,ALL $^ -o $@ -ldl -lpthread -lrt

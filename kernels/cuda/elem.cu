@@ -202,32 +202,35 @@ ql_status cu_swiglu_dx(const ql_queue *q, ql_tensor dgu, ql_tensor dh, ql_tensor
 
 /* ---- dropout: Philox4x32-10 ---- */
 
+/* The ten rounds' keys are made on the host: as launch arguments they cost no instruction. DT as in norm.cu. */
+enum { ROUNDS = 10, ANY = -1 };
 struct drop_args {
-    uint2 key;
+    uint2 key[ROUNDS];
     unsigned site, threshold;
     float scale;
     const int64_t *token;
 };
 
-static __device__ __forceinline__ uint4 philox(uint4 c, uint2 k)
+static __device__ __forceinline__ uint4 philox(uint4 c, const uint2 key[ROUNDS])
 {
 #pragma unroll
-    for (int r = 0; r < 10; r++) {
-        unsigned h0 = __umulhi(0xD2511F53u, c.x), l0 = 0xD2511F53u * c.x;
-        unsigned h1 = __umulhi(0xCD9E8D57u, c.z), l1 = 0xCD9E8D57u * c.z;
-        c = make_uint4(h1 ^ c.y ^ k.x, l1, h0 ^ c.w ^ k.y, l0);
-        k.x += 0x9E3779B9u, k.y += 0xBB67AE85u;
+    for (int r = 0; r < ROUNDS; r++) {
+        uint64_t a = (uint64_t)0xD2511F53u * c.x, b = (uint64_t)0xCD9E8D57u * c.z;
+        c = make_uint4((unsigned)(b >> 32) ^ c.y ^ key[r].x, (unsigned)b, (unsigned)(a >> 32) ^ c.w ^ key[r].y,
+                       (unsigned)a);
     }
     return c;
 }
 
-template <int add>
-static __global__ void __launch_bounds__(THREADS) drop(cu_view out, cu_view in, drop_args a, cu_chunks cut)
+template <int add, int DT>
+static __global__ void __launch_bounds__(THREADS)
+    drop(cu_view out, cu_view in, const __grid_constant__ drop_args a, cu_chunks cut)
 {
     unsigned i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= cut.total) return;
     unsigned row = i / cut.per_row;
     int col = (int)(i - row * cut.per_row) * 8, n = cut.cols - col;
+    if (DT != ANY) out.dtype = in.dtype = DT;
     cu_raw r = cu_load(in, row * in.ld + col, n), old;
     if (add) old = cu_load(out, row * out.ld + col, n);
     int64_t token = a.token[row];
@@ -248,29 +251,29 @@ static __global__ void __launch_bounds__(THREADS) drop(cu_view out, cu_view in, 
     cu_store(out, row * out.ld + col, v, n);
 }
 
-static drop_args drop_of(const ql_drop *d)
+template <int add>
+static ql_status run_drop(const ql_queue *q, const char *name, ql_tensor out, ql_tensor in, const ql_drop *d)
 {
     drop_args a;
-    a.key = make_uint2((unsigned)d->seed, (unsigned)(d->seed >> 32) ^ d->step);
+    cu_chunks cut = {};
+    QL_TRY(cu_cut(in.rows, in.cols, &cut));
+    for (unsigned r = 0; r < ROUNDS; r++)
+        a.key[r] = make_uint2((unsigned)d->seed + r * 0x9E3779B9u,
+                              ((unsigned)(d->seed >> 32) ^ d->step) + r * 0xBB67AE85u);
     a.site = d->layer * 16 + d->site;
     a.threshold = (unsigned)((double)d->p * 4294967296.0);
     a.scale = 1.f / (1.f - d->p);
     a.token = d->token;
-    return a;
+    auto kernel = in.dtype == QL_BF16 ? drop<add, QL_BF16> : in.dtype == QL_F16 ? drop<add, QL_F16> : drop<add, ANY>;
+    return cu_launch(q, name, kernel, cu_blocks(cut.total, THREADS), THREADS, 0, cu_see(out), cu_see(in), a, cut);
 }
 
 ql_status cu_dropout(const ql_queue *q, ql_tensor out, ql_tensor in, const ql_drop *d)
 {
-    cu_chunks cut = {};
-    QL_TRY(cu_cut(in.rows, in.cols, &cut));
-    return cu_launch(q, "dropout", drop<0>, cu_blocks(cut.total, THREADS), THREADS, 0, cu_see(out), cu_see(in),
-                     drop_of(d), cut);
+    return run_drop<0>(q, "dropout", out, in, d);
 }
 
 ql_status cu_dropout_add(const ql_queue *q, ql_tensor out, ql_tensor in, const ql_drop *d)
 {
-    cu_chunks cut = {};
-    QL_TRY(cu_cut(in.rows, in.cols, &cut));
-    return cu_launch(q, "dropout_add", drop<1>, cu_blocks(cut.total, THREADS), THREADS, 0, cu_see(out), cu_see(in),
-                     drop_of(d), cut);
+    return run_drop<1>(q, "dropout_add", out, in, d);
 }

@@ -9,7 +9,11 @@ static __device__ __forceinline__ float power(float x, int dtype)
     return dtype == QL_F32 ? expf(x) : __expf(x);
 }
 
-/* A block per row, one pass: each thread keeps a running maximum and the sum of exponentials below it. */
+/* A block per row, one pass: each thread keeps a running maximum and the sum of exponentials below it, and has AHEAD
+ * loads under way. DT: the dtype known to the compiler, ANY: told at run time. */
+enum { AHEAD = 4, ANY = -1 };
+
+template <int DT>
 static __global__ void __launch_bounds__(THREADS)
     stats_rows(float4 *__restrict__ stats, int64_t stats_ld, cu_view logits, const int *__restrict__ target, int n,
                int64_t v0)
@@ -17,22 +21,29 @@ static __global__ void __launch_bounds__(THREADS)
     __shared__ float part[3][THREADS / 32];
     int64_t row = blockIdx.x, base = row * logits.ld;
     float m = -INFINITY, s = 0, sum = 0;
-    for (int j = (int)threadIdx.x * 8; j < n; j += THREADS * 8) {
-        float v[8], top = m;
-        int k, here = n - j < 8 ? n - j : 8;
-        cu_unpack(v, cu_load(logits, base + j, n - j), logits.dtype);
+    if (DT != ANY) logits.dtype = DT;
+    for (int j0 = (int)threadIdx.x * 8; j0 < n; j0 += AHEAD * THREADS * 8) {
+        cu_raw r[AHEAD];
 #pragma unroll
-        for (k = 0; k < 8; k++) {
-            if (k >= here) v[k] = -INFINITY;
-            top = fmaxf(top, v[k]);
-            sum += k < here ? v[k] : 0.f;
+        for (int a = 0; a < AHEAD; a++) r[a] = cu_load(logits, base + j0 + a * THREADS * 8, n - j0 - a * THREADS * 8);
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++) {
+            float v[8], top = m, add = 0;
+            int here = n - j0 - a * THREADS * 8;
+            if (here <= 0) break;
+            cu_unpack(v, r[a], logits.dtype);
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                sum += v[k]; /* what is missing is 0 */
+                if (k >= here) v[k] = -INFINITY;
+                top = fmaxf(top, v[k]);
+            }
+            if (top == -INFINITY) continue;
+#pragma unroll
+            for (int k = 0; k < 8; k++) add += power(v[k] - top, logits.dtype);
+            s = (m == -INFINITY ? 0.f : s * power(m - top, logits.dtype)) + add;
+            m = top;
         }
-        if (top == -INFINITY) continue;
-        float add = 0;
-#pragma unroll
-        for (k = 0; k < 8; k++) add += power(v[k] - top, logits.dtype);
-        s = (m == -INFINITY ? 0.f : s * power(m - top, logits.dtype)) + add;
-        m = top;
     }
     float all = cu_warp_max(m);
     if (threadIdx.x % 32 == 0) part[0][threadIdx.x / 32] = all;
@@ -54,7 +65,10 @@ static __global__ void __launch_bounds__(THREADS)
 
 ql_status cu_ce_stats(const ql_queue *q, ql_tensor stats, ql_tensor logits, ql_tensor target, int64_t v0)
 {
-    return cu_launch(q, "ce_stats", stats_rows, (unsigned)logits.rows, THREADS, 0, (float4 *)stats.data, stats.ld,
+    auto kernel = logits.dtype == QL_BF16  ? stats_rows<QL_BF16>
+                  : logits.dtype == QL_F16 ? stats_rows<QL_F16>
+                                           : stats_rows<ANY>;
+    return cu_launch(q, "ce_stats", kernel, (unsigned)logits.rows, THREADS, 0, (float4 *)stats.data, stats.ld,
                      cu_see(logits), (const int *)target.data, (int)logits.cols, v0);
 }
 

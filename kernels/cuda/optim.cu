@@ -174,76 +174,99 @@ ql_status cu_adamw(const ql_queue *q, ql_tensor p, ql_tensor m, ql_tensor v, ql_
                      (float4 *)m.data, (float4 *)v.data, (const float4 *)g.data, ctl, *a);
 }
 
+/* Tables of 256 in shared memory with R copies side by side: lane l reads copy l % R, so that 32 lanes that look up
+ * different entries meet in few banks (R = 32: in none). */
+template <int R>
+static __device__ __forceinline__ float entry(const float *table, int i)
+{
+    return table[i * R + (int)threadIdx.x % R];
+}
+
 /* bitsandbytes' walk through a table of 256: the nearest entry, ties at the pivot. lowest: what lies below entry 0. */
-static __device__ int walk(const float *code, float x, float lowest)
+template <int R>
+static __device__ __forceinline__ int walk(const float *code, float x, float lowest)
 {
     int pivot = 127, upper_at = 255, lower_at = 0;
-    float lower = lowest, upper = 1.f, v = code[127];
+    float lower = lowest, upper = 1.f, v = entry<R>(code, 127);
 #pragma unroll
     for (int step = 64; step > 0; step >>= 1) {
         if (x > v)
             lower_at = pivot, lower = v, pivot += step;
         else
             upper_at = pivot, upper = v, pivot -= step;
-        v = code[pivot];
+        v = entry<R>(code, pivot);
     }
     if (x > v) return x > (upper + v) * 0.5f ? upper_at : pivot;
     return x < (lower + v) * 0.5f ? lower_at : pivot;
 }
 
 /* A warp a block of 256 elements, 8 a lane: dequantise, update, find the new maxima, quantise. An element whose
- * gradient is not finite is left alone and its states become 0. */
-static __global__ void __launch_bounds__(THREADS)
+ * gradient is not finite is left alone and its states become 0. The tables are filled once for many blocks. */
+template <int R>
+static __global__ void __launch_bounds__(WIDE)
     adamw8_blocks(float *p, uint8_t *m8, uint8_t *v8, float *m2, float *v2, const float *__restrict__ g,
                   const float *__restrict__ code1, const float *__restrict__ code2, const ql_ctl *ctl, const ql_adam a,
                   int64_t blocks)
 {
-    __shared__ float c1[256], c2[256];
-    __shared__ adam_step s;
+    extern __shared__ float tables[]; /* (256, R) of code1, (256, R) of code2, then the step's scalars */
+    float *c1 = tables, *c2 = tables + 256 * R;
+    adam_step *shared_step = (adam_step *)(tables + 512 * R);
     if (ctl->skipped) return;
-    c1[threadIdx.x] = code1[threadIdx.x], c2[threadIdx.x] = code2[threadIdx.x];
-    if (threadIdx.x == 0) s = step_of(ctl, a);
+    for (int i = (int)threadIdx.x; i < 256 * R; i += WIDE) c1[i] = code1[i / R], c2[i] = code2[i / R];
+    if (threadIdx.x == 0) *shared_step = step_of(ctl, a);
     __syncthreads();
-    int64_t block = (int64_t)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
-    if (block >= blocks) return;
-    int64_t i = block * 256 + threadIdx.x % 32 * 8;
+    const adam_step s = *shared_step;
     const cu_view gt = {(void *)g, 0, QL_F32, 1}, pt = {p, 0, QL_F32, 1};
-    float gg[8], pp[8], m[8], v[8], top1 = 0, top2 = 0, old1 = m2[block], old2 = v2[block];
-    uint2 qm = *(const uint2 *)(m8 + i), qv = *(const uint2 *)(v8 + i);
-    cu_unpack(gg, cu_load(gt, i, 8), QL_F32), cu_unpack(pp, cu_load(pt, i, 8), QL_F32);
+    for (int64_t block = (int64_t)blockIdx.x * (WIDE / 32) + threadIdx.x / 32; block < blocks;
+         block += (int64_t)gridDim.x * (WIDE / 32)) {
+        int64_t i = block * 256 + threadIdx.x % 32 * 8;
+        float gg[8], pp[8], m[8], v[8], top1 = 0, top2 = 0, old1 = m2[block], old2 = v2[block];
+        uint2 qm = *(const uint2 *)(m8 + i), qv = *(const uint2 *)(v8 + i);
+        cu_unpack(gg, cu_load(gt, i, 8), QL_F32), cu_unpack(pp, cu_load(pt, i, 8), QL_F32);
 #pragma unroll
-    for (int k = 0; k < 8; k++) {
-        unsigned im = (k < 4 ? qm.x : qm.y) >> (k % 4 * 8) & 255, iv = (k < 4 ? qv.x : qv.y) >> (k % 4 * 8) & 255;
-        m[k] = c1[im] * old1, v[k] = c2[iv] * old2;
-        float grad = gg[k] * s.mul;
-        if (isfinite(grad)) {
-            adam_one(pp[k], m[k], v[k], grad, s, a);
-        } else {
-            m[k] = v[k] = 0.f;
+        for (int k = 0; k < 8; k++) {
+            unsigned im = (k < 4 ? qm.x : qm.y) >> (k % 4 * 8) & 255, iv = (k < 4 ? qv.x : qv.y) >> (k % 4 * 8) & 255;
+            m[k] = entry<R>(c1, (int)im) * old1, v[k] = entry<R>(c2, (int)iv) * old2;
+            float grad = gg[k] * s.mul;
+            if (isfinite(grad)) {
+                adam_one(pp[k], m[k], v[k], grad, s, a);
+            } else {
+                m[k] = v[k] = 0.f;
+            }
+            top1 = fmaxf(top1, fabsf(m[k])), top2 = fmaxf(top2, fabsf(v[k]));
         }
-        top1 = fmaxf(top1, fabsf(m[k])), top2 = fmaxf(top2, fabsf(v[k]));
-    }
-    top1 = cu_warp_max(top1), top2 = cu_warp_max(top2);
-    qm = qv = make_uint2(0, 0);
+        cu_store(pt, i, pp, 8);
+        top1 = cu_warp_max(top1), top2 = cu_warp_max(top2);
+        qm = qv = make_uint2(0, 0);
 #pragma unroll
-    for (int k = 0; k < 8; k++) {
-        int im = walk(c1, m[k] / top1, -1.f), iv = walk(c2, v[k] / top2, 0.f);
-        /* the first moment keeps its sign through quantisation */
-        if (signbit(c1[im]) != signbit(m[k])) im += m[k] > 0 ? 1 : -1;
-        im = min(max(im, 0), 255);
-        (k < 4 ? qm.x : qm.y) |= (unsigned)im << (k % 4 * 8);
-        (k < 4 ? qv.x : qv.y) |= (unsigned)iv << (k % 4 * 8);
+        for (int k = 0; k < 8; k++) {
+            int im = walk<R>(c1, m[k] / top1, -1.f), iv = walk<R>(c2, v[k] / top2, 0.f);
+            /* the first moment keeps its sign through quantisation */
+            if (signbit(entry<R>(c1, im)) != signbit(m[k])) im += m[k] > 0 ? 1 : -1;
+            im = min(max(im, 0), 255);
+            (k < 4 ? qm.x : qm.y) |= (unsigned)im << (k % 4 * 8);
+            (k < 4 ? qv.x : qv.y) |= (unsigned)iv << (k % 4 * 8);
+        }
+        *(uint2 *)(m8 + i) = qm, *(uint2 *)(v8 + i) = qv;
+        if (threadIdx.x % 32 == 0) m2[block] = top1, v2[block] = top2;
     }
-    cu_store(pt, i, pp, 8);
-    *(uint2 *)(m8 + i) = qm, *(uint2 *)(v8 + i) = qv;
-    if (threadIdx.x % 32 == 0) m2[block] = top1, v2[block] = top2;
+}
+
+/* One block of 1024 threads an SM; 64 KB of tables where that leaves room. */
+template <int R>
+static ql_status run_adamw8(const ql_queue *q, ql_tensor p, ql_tensor m8, ql_tensor v8, ql_tensor m2, ql_tensor v2,
+                            ql_tensor g, ql_tensor code1, ql_tensor code2, const ql_ctl *ctl, const ql_adam *a)
+{
+    int64_t blocks = p.rows * p.cols / 256;
+    unsigned grid = (unsigned)ql_min64(ql_ceil_div(blocks, WIDE / 32), q->stream->dev->sms);
+    return cu_launch(q, "adamw8", adamw8_blocks<R>, grid, WIDE, 512 * R * sizeof(float) + sizeof(adam_step),
+                     (float *)p.data, (uint8_t *)m8.data, (uint8_t *)v8.data, (float *)m2.data, (float *)v2.data,
+                     (const float *)g.data, (const float *)code1.data, (const float *)code2.data, ctl, *a, blocks);
 }
 
 ql_status cu_adamw8(const ql_queue *q, ql_tensor p, ql_tensor m8, ql_tensor v8, ql_tensor m2, ql_tensor v2, ql_tensor g,
                     ql_tensor code1, ql_tensor code2, const ql_ctl *ctl, const ql_adam *a)
 {
-    int64_t blocks = p.rows * p.cols / 256;
-    return cu_launch(q, "adamw8", adamw8_blocks, cu_blocks(blocks, THREADS / 32), THREADS, 0, (float *)p.data,
-                     (uint8_t *)m8.data, (uint8_t *)v8.data, (float *)m2.data, (float *)v2.data, (const float *)g.data,
-                     (const float *)code1.data, (const float *)code2.data, ctl, *a, blocks);
+    return q->stream->dev->arch >= 80 ? run_adamw8<32>(q, p, m8, v8, m2, v2, g, code1, code2, ctl, a)
+                                      : run_adamw8<8>(q, p, m8, v8, m2, v2, g, code1, code2, ctl, a);
 }

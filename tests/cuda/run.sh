@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# tests/cuda/run.sh [BUILD…]: on a machine with a GPU, the op test and the micro-benchmarks of each build folder (default:
+# tests/cuda/run.sh [BUILD…]: on a machine with a GPU, the checks, the op test and the micro-benchmarks of each build folder (default:
 # build, and build-t4 where there is one). Nothing is compiled. Ends with a short table; exit status 1 if anything failed.
 # ONLY=ops or ONLY=bench runs one half; BENCH=nf4 one part of the benchmarks.
 set -u
@@ -21,7 +21,7 @@ for b in "${builds[@]}"; do
     name=$(basename "$b")
     if [ "${ONLY:-ops}" = ops ]; then
         start=$SECONDS
-        timeout 240 "$b/tests/ops_cuda" cuda >"$out/ops-$name.txt" 2>"$out/ops-$name.err"
+        timeout 150 "$b/tests/ops_cuda" cuda >"$out/ops-$name.txt" 2>"$out/ops-$name.err"
         rc=$?
         p=$(grep -c '^ok ' "$out/ops-$name.txt") f=$(grep -c '^not ok ' "$out/ops-$name.txt")
         # the T4 build has no bf16 products: those cases are not failures of it
@@ -37,8 +37,22 @@ for b in "${builds[@]}"; do
         [ "$f" -eq 0 ] && [ "$p" -gt 0 ] && verdict=PASS || { verdict=FAIL; bad=1; }
         summary+=("$verdict ops $name: $p passed, $f failed, exit $rc, $((SECONDS - start)) s$extra")
     fi
+    for t in wgmma_check attn_check; do
+        [ "${ONLY:-ops}" = ops ] && [ -x "$b/tests/$t" ] || continue
+        timeout 60 "$b/tests/$t" >"$out/$t-$name.txt" 2>&1
+        rc=$?
+        p=$(grep -c '^ok ' "$out/$t-$name.txt") f=$(grep -c '^not ok ' "$out/$t-$name.txt")
+        grep -A12 '^not ok ' "$out/$t-$name.txt" | cut -c1-220 | head -60
+        [ "$f" -eq 0 ] && [ $rc -eq 0 ] && [ "$p" -gt 0 ] && verdict=PASS || { verdict=FAIL; bad=1; }
+        summary+=("$verdict $t $name: $p passed, $f failed, exit $rc")
+    done
+    if [ "${ONLY:-bench}" = bench ] && [ -x "$b/tests/variants" ] && [ -z "${BENCH:-}" ]; then
+        timeout 120 "$b/tests/variants" >"$out/variants-$name.txt" 2>&1
+        summary+=("$([ $? -eq 0 ] && echo PASS || echo FAIL) variants $name")
+        cat "$out/variants-$name.txt"
+    fi
     if [ "${ONLY:-bench}" = bench ] && { [ "$name" != build-t4 ] || [ -n "${BENCH:-}" ]; }; then
-        timeout 240 "$b/tests/bench_cuda" ${BENCH:-} >"$out/bench-$name.txt" 2>&1
+        timeout 180 "$b/tests/bench_cuda" ${BENCH:-} >"$out/bench-$name.txt" 2>&1
         rc=$?
         cat "$out/bench-$name.txt"
         [ $rc -eq 0 ] && ! grep -q ' FAIL$' "$out/bench-$name.txt" && verdict=PASS || { verdict=FAIL; bad=1; }
