@@ -195,7 +195,7 @@ ql_short ql_fmt_num(double x, int digits)
         snprintf(r.s, sizeof r.s, "-");
         return r;
     }
-    int small = x != 0 && fabs(x) < 1e-3;
+    int small = x != 0 && fabs(x) < 1e-2;
     snprintf(r.s, sizeof r.s, small ? "%.*e" : "%.*g", small ? digits - 1 : digits, x);
     /* "2.00e-04" → "2e-4", "1.5e+07" → "1.5e7" */
     char *e = strchr(r.s, 'e');

@@ -37,7 +37,7 @@ typedef struct {
 ql_short ql_fmt_bytes(double bytes);   /* "5.63 GiB", "812 MiB", "96 B" */
 ql_short ql_fmt_count(double n);       /* "12,345", "8.03 B", "41.9 M" above a million */
 ql_short ql_fmt_time(double seconds);  /* "0:41", "12:05", "3:07:44" */
-ql_short ql_fmt_num(double x, int digits); /* significant digits; "-" when not finite; "2e-4" style when small */
+ql_short ql_fmt_num(double x, int digits); /* significant digits; "-" when not finite; "2e-4" style below 0.01 */
 
 /* Edit distance with neighbour swaps, for "did you mean": a value above `limit` means "far". */
 int ql_text_distance(const char *a, const char *b, int limit);

@@ -176,15 +176,15 @@ static void meters(const ql_live *l, ql_view *v)
         for (int k = 0; k < 16 && total > 0; k++) ql_buf_put(&text, k < cells ? "█" : "·");
         ql_buf_printf(&html, "<meter min=\"0\" max=\"%.3f\" high=\"%.3f\" value=\"%.3f\" style=\"width:160px;height:14px;vertical-align:middle\">"
                              "</meter>", total / 1e9, total * 0.93 / 1e9, used / 1e9);
-        ql_table_cell(&t, "%lld: %.24s", (long long)ql_jint(d, "rank", (int64_t)i), ql_jstr(d, "name", "device"));
+        ql_table_cell(&t, "%lld: %.28s", (long long)ql_jint(d, "rank", (int64_t)i), ql_jstr(d, "name", "device"));
         ql_table_cell2(&t, ql_buf_str(&text), total > 0 ? ql_buf_str(&html) : "");
         if (total > 0) ql_table_cell(&t, "%s / %s", ql_fmt_bytes(used).s, ql_fmt_bytes(total).s);
         else ql_table_cell(&t, "%s", ql_fmt_bytes(used).s);
         double degrees = ql_jnum(d, "temperature", (double)NAN), watts = ql_jnum(d, "power", (double)NAN);
         ql_buf_clear(&text);
         ql_buf_printf(&text, "peak %s", ql_fmt_bytes(ql_jnum(d, "peak", used)).s);
-        if (isfinite(degrees)) ql_buf_printf(&text, ", %.0f °C", degrees);
-        if (isfinite(watts)) ql_buf_printf(&text, ", %.0f W", watts);
+        if (degrees >= 0) ql_buf_printf(&text, ", %.0f °C", degrees);
+        if (watts >= 0) ql_buf_printf(&text, ", %.0f W", watts);
         ql_table_cell(&t, "%s", ql_buf_str(&text));
         ql_buf_free(&text);
         ql_buf_free(&html);

@@ -163,14 +163,19 @@ static ql_status config_reset(const ql_job *old, ql_job **job)
 ql_status ql_verb_config(ql_magics *m, const ql_call *call, json_t **out)
 {
     ql_job *job = NULL;
-    json_t *data = NULL, *notes = NULL;
+    json_t *data = NULL, *notes = NULL, *open = NULL;
     const char *from = ql_call_str(call, "load", NULL), *to = ql_call_str(call, "save", NULL);
     ql_status st = QL_OK;
     QL_TRY(ql_job_copy(m->job, &job));
     if (ql_call_flag(call, "reset")) QL_GO(config_reset(m->job, &job));
     if (from) QL_GO(config_load(from, &job));
     QL_GO(ql_call_apply(call, job));
-    QL_GO(ql_job_check(job));
+    /* Before there is data a setting may wait for it (eval_strategy for an eval_dataset): said, not refused. */
+    if (ql_job_check(job) != QL_OK) {
+        if (ql_job_str(job, "data")) QL_GO(ql_error_code());
+        open = ql_text_json(ql_error(), strlen(ql_error()));
+        ql_error_clear();
+    }
     data = ql_job_json(job);
     if (!data) QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
     if (to && json_dump_file(data, to, JSON_INDENT(2)) < 0) QL_GO(ql_fail(QL_EIO, "%s: %s", to, strerror(errno)));
@@ -185,11 +190,13 @@ ql_status ql_verb_config(ql_magics *m, const ql_call *call, json_t **out)
     m->job = job;
     job = NULL;
     notes = ql_job_notes(m->job);
+    if (open) json_array_append(notes, open);
     st = ql_result("config", "qlora config", json_incref(data), ql_view_config(m->job, m->model, notes, ql_session_world(m, m->job), ql_call_flag(call, "all")), out);
 out:
     ql_job_free(job);
     json_decref(data);
     json_decref(notes);
+    json_decref(open);
     return st;
 }
 

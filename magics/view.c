@@ -339,7 +339,7 @@ const char *ql_category_colour(const char *category)
     } known[] = {{"base", "#2f5bd7"},    {"weight", "#2f5bd7"},    {"embed", "#6c8be8"},  {"head", "#6c8be8"},
                  {"gather", "#9db4f2"},  {"scale", "#9db4f2"},     {"adapter", "#109676"}, {"lora", "#109676"},
                  {"grad", "#66c2a8"},    {"optim", "#b07a12"},     {"activ", "#e2572b"},  {"saved", "#e2572b"},
-                 {"logit", "#f19b7e"},   {"scratch", "#c98bd0"},   {"work", "#c98bd0"},   {"buffer", "#c98bd0"},
+                 {"logit", "#f19b7e"},   {"scratch", "#e3c3e8"},   {"work", "#c98bd0"},   {"buffer", "#c98bd0"},
                  {"kv", "#a23ba8"},      {"comm", "#a23ba8"},      {"batch", "#d6b15e"},  {"runtime", "#5d6b7b"},
                  {"outside", "#5d6b7b"}, {"other", "#8c98a5"}};
     unsigned sum = 0;

@@ -22,7 +22,10 @@ def kernel(tmp_path_factory):
 def test_train(kernel):
     reply, out = kernel.run("r = %qlora train")
     assert reply["status"] == "ok", reply
-    bar, curve = [c for t, c in out if t == "display_data"]
+    shown = [c for t, c in out if t in ("display_data", "update_display_data")]
+    ids = [c["transient"]["display_id"] for t, c in out if t == "display_data"]
+    assert len(ids) == 2
+    bar, curve = ([c for c in shown if c["transient"]["display_id"] == i][-1] for i in ids)
     assert "<progress" in bar["data"]["text/html"] and "data:image/svg+xml;base64," in curve["data"]["text/html"]
     assert kernel.value("len(r.loss)") == 12
     reply, out = kernel.run("r")

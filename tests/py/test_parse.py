@@ -82,3 +82,12 @@ def test_settings_of_train_are_for_that_run(tmp_path):
     assert r.returncode == 0, r.stderr
     assert json.loads((tmp_path / "runs/run-1/job.json").read_text())["seed"] == 9
     assert "seed" not in json.loads((tmp_path / "c.json").read_text())
+
+
+def test_settings_may_wait_for_the_data(tmp_path):
+    r = shell("config --eval_strategy steps\n", tmp_path)
+    assert r.returncode == 0 and "eval_dataset" in r.stdout
+    # With data that brings no evaluation set it is an error.
+    (tmp_path / "d.jsonl").write_text('{"text": "a"}\n')
+    r = shell("load tiny\ndata d.jsonl\nconfig --eval_strategy steps\n", tmp_path)
+    assert r.returncode == 1 and "eval_dataset" in r.stderr
