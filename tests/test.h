@@ -15,6 +15,7 @@
 #include <string.h>
 
 static int test_bad;
+static const char *test_backend = "cpu"; /* --backend=cuda: tests that run on any backend */
 static char test_why[4096];
 static char test_skip[512];
 
@@ -73,12 +74,18 @@ typedef struct {
     void (*run)(void);
 } test_entry;
 
-/* `program NAME…` runs only the named tests. Returns the number of failures (at most 99). */
+/* `program [--backend=NAME] [TEST…]` runs only the named tests. Returns the number of failures (at most 99). */
 static inline int test_run(const test_entry *tests, int n, int argc, char **argv)
 {
-    int failed = 0;
+    int failed = 0, named = 0;
+    for (int k = 1; k < argc; k++) {
+        if (strncmp(argv[k], "--backend=", 10) == 0)
+            test_backend = argv[k] + 10;
+        else
+            named = 1;
+    }
     for (int i = 0; i < n; i++) {
-        int wanted = argc < 2;
+        int wanted = !named;
         for (int k = 1; k < argc; k++) wanted |= strcmp(argv[k], tests[i].name) == 0;
         if (!wanted) continue;
         test_bad = 0, test_skip[0] = 0;

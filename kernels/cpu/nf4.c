@@ -86,7 +86,7 @@ static void quant_block(uint8_t *packed, float *absmax, const float *x, int64_t 
     /* Half a byte is left over: it holds the code of 0. */
     if (n % 2) code[n] = 7;
     for (int64_t i = 0; i < n; i += 2) packed[i / 2] = (uint8_t)(code[i] << 4 | code[i + 1]);
-    *absmax = a;
+    *absmax = flush(a);
 }
 
 QL_CPU_OP(nf4_quant, ql_tensor packed, ql_tensor absmax, ql_tensor in)

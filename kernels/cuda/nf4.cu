@@ -205,7 +205,7 @@ static __global__ void __launch_bounds__(THREADS) quantise4(uint8_t *packed, flo
     for (int k = 0; k < 8; k++) m = fmaxf(m, fabsf(v[k]));
     for (int o = 4; o > 0; o >>= 1) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, o));
     if (n == 0) return;
-    if (i % 64 == 0) absmax[i / 64] = m;
+    if (i % 64 == 0) absmax[i / 64] = m < 0x1p-126f ? 0.f : m; /* a subnormal scale is flushed as well */
     float r = reciprocal(m);
     unsigned word = 0;
 #pragma unroll

@@ -5,7 +5,7 @@
 #include "core/rank.h"
 #include "core/sampler.h"
 #include "core/schedule.h"
-#include "tests/test.h"
+#include "tests/backend.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -84,7 +84,8 @@ static ql_status make_spec(gold *g)
 static ql_status start(gold *g)
 {
     char name[64];
-    ql_rank_setup set = {.be = ql_backend_cpu(), .world = 1, .timeout_ms = 1000};
+    ql_rank_setup set = {.world = 1, .timeout_ms = 1000};
+    QL_TRY(backend_get(&set.be));
     QL_TRY(ql_json_load(in(g, "case.json"), 1 << 20, &g->info));
     QL_TRY(ql_model_open(in(g, g->folder), &g->model));
     QL_TRY(ql_lora_open(in(g, "adapter"), &g->model->cfg, &g->lora));
@@ -116,6 +117,15 @@ static void finish(gold *g)
     json_decref(g->info);
 }
 
+/* n floats of the device, on the host. Caller frees. */
+static float *read_back(gold *g, const float *p, int64_t n)
+{
+    const ql_dev_table *dev = g->rank->set.be->dev;
+    float *out = malloc((size_t)n * 4);
+    if (out && (dev->copy(g->rank->compute, out, p, n * 4) != QL_OK || dev->sync(g->rank->compute) != QL_OK)) memset(out, 0xff, (size_t)n * 4);
+    return out;
+}
+
 static double relative(const float *a, const float *b, int64_t n)
 {
     double d = 0, r = 0;
@@ -125,6 +135,14 @@ static double relative(const float *a, const float *b, int64_t n)
         r += (double)b[i] * (double)b[i];
     }
     return sqrt(d / (r > 0 ? r : 1));
+}
+
+static double relative_to(gold *g, const float *p, const ql_st_tensor *want)
+{
+    float *host = read_back(g, p, want->count);
+    double e = host ? relative(host, want->data, want->count) : 1e9;
+    free(host);
+    return e;
 }
 
 static ql_step_data step_data(gold *g, int step)
@@ -158,12 +176,21 @@ static void check_logits(gold *g)
         int64_t n = 0;
         for (int64_t k = 0; k < b->docs; k++)
             for (int32_t i = 0; i < b->doc_len[k]; i++) index[n++] = b->doc_start[k] + i;
-        ql_tensor out = ql_mat(got + at, QL_F32, n, v, v), h = ql_mem_h(g->rank->mem, 0, c.layers);
+        const ql_dev_table *dev = g->rank->set.be->dev;
+        void *dindex = NULL, *dout = NULL;
+        CHECK_OK(dev->alloc(g->rank->dev, n * v * 4, &dout));
+        CHECK_OK(dev->alloc(g->rank->dev, (int64_t)sizeof index, &dindex));
+        CHECK_OK(dev->copy(g->rank->compute, dindex, index, n * 4));
+        ql_tensor out = ql_mat(dout, QL_F32, n, v, v), h = ql_mem_h(g->rank->mem, 0, c.layers);
         for (int64_t i = 0; i < n; i += 64) {
             int64_t m = ql_min64(64, n - i);
-            CHECK_OK(ql_head_logits(&g->rank->mem->head, &g->rank->mem->shape, &g->rank->q, h, ql_vec(index + i, QL_I32, m),
+            CHECK_OK(ql_head_logits(&g->rank->mem->head, &g->rank->mem->shape, &g->rank->q, h, ql_vec((int32_t *)dindex + i, QL_I32, m),
                                     ql_rows(out, i, m)));
         }
+        CHECK_OK(dev->copy(g->rank->compute, got + at, dout, n * v * 4));
+        CHECK_OK(dev->sync(g->rank->compute));
+        dev->free(g->rank->dev, dout);
+        dev->free(g->rank->dev, dindex);
         at += n * v;
     }
     CHECK_INT(at, want->count);
@@ -195,7 +222,7 @@ static void check_gradients(gold *g)
                  ql_linear_module(t->linear), i & 1 ? "B" : "A");
         const ql_st_tensor *want = ql_st_find(g->expected, name);
         CHECK_MSG(want, "%s: no %s", g->name, name);
-        double e = relative(g->rank->mem->grad[0] + (i & 1 ? t->b : t->a), want->data, want->count);
+        double e = relative_to(g, g->rank->mem->grad[0] + (i & 1 ? t->b : t->a), want);
         CHECK_MSG(e < 1e-5, "%s %s: %s differs by %.2e", g->name, g->variant, name, e);
     }
 }
@@ -233,7 +260,7 @@ static void check_training(gold *g)
         snprintf(name, sizeof name, "final.base_model.model.model.layers.%d.%s.lora_%s.weight", (int)t->layer,
                  ql_linear_module(t->linear), i & 1 ? "B" : "A");
         const ql_st_tensor *w = ql_st_find(g->expected, name);
-        double e = relative(g->rank->mem->adapters + (i & 1 ? t->b : t->a), w->data, w->count);
+        double e = relative_to(g, g->rank->mem->adapters + (i & 1 ? t->b : t->a), w);
         CHECK_MSG(e < 1e-3, "%s %s: %s differs by %.2e after 20 steps", g->name, g->variant, name, e);
     }
 }
