@@ -30,13 +30,15 @@ ql_status ql_run_next_name(const char *dir, char *buf, size_t size)
         if (n > last && n < INT32_MAX) last = n;
     }
     if (d) closedir(d);
-    if ((size_t)snprintf(buf, size, "run-%lld", (long long)last + 1) >= size) QL_FAIL(QL_EINVAL, "a run's name does not fit");
+    if ((size_t)snprintf(buf, size, "run-%lld", (long long)last + 1) >= size)
+        QL_FAIL(QL_EINVAL, "a run's name does not fit");
     return QL_OK;
 }
 
 static int by_step(const void *a, const void *b)
 {
-    int64_t x = numbered(*(char *const *)a, "checkpoint-"), y = numbered(*(char *const *)b, "checkpoint-");
+    int64_t x = numbered(*(char *const *)a, "checkpoint-"),
+            y = numbered(*(char *const *)b, "checkpoint-");
     return (x > y) - (x < y);
 }
 
@@ -58,7 +60,9 @@ static ql_status find_checkpoints(const char *path, json_t *out)
     for (size_t i = 0; i < n; i++) {
         char full[4096];
         snprintf(full, sizeof full, "%s/%s", path, names[i]);
-        json_array_append_new(out, json_pack("{s:I, s:s}", "step", (json_int_t)numbered(names[i], "checkpoint-"), "path", full));
+        json_array_append_new(out, json_pack("{s:I, s:s}", "step",
+                                             (json_int_t)numbered(names[i], "checkpoint-"), "path",
+                                             full));
     }
 out:
     if (d) closedir(d);
@@ -71,7 +75,8 @@ out:
 static void drop_after(json_t *history, json_int_t step)
 {
     for (size_t i = json_array_size(history); i-- > 0;)
-        if (json_integer_value(json_object_get(json_array_get(history, i), "step")) > step) json_array_remove(history, i);
+        if (json_integer_value(json_object_get(json_array_get(history, i), "step")) > step)
+            json_array_remove(history, i);
 }
 
 static void replay(json_t *report, json_t *ev)
@@ -91,7 +96,8 @@ static void replay(json_t *report, json_t *ev)
     }
 }
 
-/* A line that is no JSON is the last one of a killed process, or damage: what can be read is kept. */
+/* A line that is no JSON is the last one of a killed process, or damage: what can be read is kept.
+ */
 static int read_events(const char *path, json_t *report)
 {
     char file[4096], *line = NULL;
@@ -115,14 +121,18 @@ static ql_status read_state(const char *file, json_t *report)
     json_error_t err;
     json_t *state = json_load_file(file, 0, &err), *history = json_object_get(state, "log_history");
     ql_status st = QL_OK;
-    if (!state) st = ql_fail(QL_EINVAL, "%s: %s (line %d)", file, err.text, err.line);
-    else if (!json_is_array(history)) st = ql_fail(QL_EINVAL, "%s: no log_history in it", file);
-    else json_object_set(report, "log_history", history);
+    if (!state)
+        st = ql_fail(QL_EINVAL, "%s: %s (line %d)", file, err.text, err.line);
+    else if (!json_is_array(history))
+        st = ql_fail(QL_EINVAL, "%s: no log_history in it", file);
+    else
+        json_object_set(report, "log_history", history);
     json_decref(state);
     return st;
 }
 
-/* The folder of a trainer's state: the path's own, or that of its last checkpoint (as transformers writes it). */
+/* The folder of a trainer's state: the path's own, or that of its last checkpoint (as transformers
+ * writes it). */
 static ql_status find_state(const char *path, const json_t *checkpoints, json_t *report)
 {
     char file[4096];
@@ -141,7 +151,8 @@ ql_status ql_run_report(const char *path, json_t **out)
     struct stat s;
     ql_status st = QL_OK;
     if (stat(path, &s) < 0) QL_FAIL(QL_EINVAL, "%s: %s", path, strerror(errno));
-    json_t *report = json_pack("{s:s, s:[], s:[], s:[]}", "path", path, "log_history", "checkpoints", "memory");
+    json_t *report =
+        json_pack("{s:s, s:[], s:[], s:[]}", "path", path, "log_history", "checkpoints", "memory");
     if (!report) QL_FAIL(QL_EINVAL, "a run's path must be UTF-8");
     if (!S_ISDIR(s.st_mode)) {
         QL_GO(read_state(path, report));

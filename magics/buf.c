@@ -75,8 +75,8 @@ void ql_buf_base64(ql_buf *b, const void *data, size_t n)
         unsigned v = (unsigned)p[i] << 16;
         if (i + 1 < n) v |= (unsigned)p[i + 1] << 8;
         if (i + 2 < n) v |= p[i + 2];
-        char four[4] = {digits[v >> 18], digits[v >> 12 & 63], i + 1 < n ? digits[v >> 6 & 63] : '=',
-                        i + 2 < n ? digits[v & 63] : '='};
+        char four[4] = {digits[v >> 18], digits[v >> 12 & 63],
+                        i + 1 < n ? digits[v >> 6 & 63] : '=', i + 2 < n ? digits[v & 63] : '='};
         ql_buf_add(b, four, 4);
     }
 }
@@ -106,8 +106,11 @@ json_t *ql_buf_json(const ql_buf *b)
 /* Length of the valid UTF-8 sequence at p (at most n bytes), 0 if there is none. */
 static size_t utf8_len(const unsigned char *p, size_t n)
 {
-    size_t want = p[0] < 0x80 ? 1 : p[0] >= 0xc2 && p[0] < 0xe0 ? 2 : (p[0] & 0xf0) == 0xe0 ? 3
-                  : p[0] >= 0xf0 && p[0] < 0xf5 ? 4 : 0;
+    size_t want = p[0] < 0x80                   ? 1
+                  : p[0] >= 0xc2 && p[0] < 0xe0 ? 2
+                  : (p[0] & 0xf0) == 0xe0       ? 3
+                  : p[0] >= 0xf0 && p[0] < 0xf5 ? 4
+                                                : 0;
     if (want == 0 || want > n) return 0;
     for (size_t i = 1; i < want; i++)
         if ((p[i] & 0xc0) != 0x80) return 0;
@@ -166,11 +169,17 @@ ql_short ql_fmt_count(double n)
     } else if (fabs(n) >= 1e9) {
         snprintf(r.s, sizeof r.s, "%.2f B", n / 1e9);
     } else if (fabs(n) >= 1e6) {
-        snprintf(r.s, sizeof r.s, fabs(n) >= 99.95e6 ? "%.0f M" : fabs(n) >= 9.995e6 ? "%.1f M" : "%.2f M", n / 1e6);
+        snprintf(r.s, sizeof r.s,
+                 fabs(n) >= 99.95e6   ? "%.0f M"
+                 : fabs(n) >= 9.995e6 ? "%.1f M"
+                                      : "%.2f M",
+                 n / 1e6);
     } else {
         long long v = llround(n);
-        if (llabs(v) >= 1000) snprintf(r.s, sizeof r.s, "%lld,%03lld", v / 1000, llabs(v) % 1000);
-        else snprintf(r.s, sizeof r.s, "%lld", v);
+        if (llabs(v) >= 1000)
+            snprintf(r.s, sizeof r.s, "%lld,%03lld", v / 1000, llabs(v) % 1000);
+        else
+            snprintf(r.s, sizeof r.s, "%lld", v);
     }
     return r;
 }
@@ -183,8 +192,10 @@ ql_short ql_fmt_time(double seconds)
         return r;
     }
     long long s = llround(seconds);
-    if (s >= 3600) snprintf(r.s, sizeof r.s, "%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
-    else snprintf(r.s, sizeof r.s, "%02lld:%02lld", s / 60, s % 60);
+    if (s >= 3600)
+        snprintf(r.s, sizeof r.s, "%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
+    else
+        snprintf(r.s, sizeof r.s, "%02lld:%02lld", s / 60, s % 60);
     return r;
 }
 
@@ -206,8 +217,10 @@ ql_short ql_fmt_num(double x, int digits)
         memmove(m, e, strlen(e) + 1);
         e = m;
         char *from = e + 1, *to = e + 1;
-        if (*from == '-') from++, to++;
-        else if (*from == '+') from++;
+        if (*from == '-')
+            from++, to++;
+        else if (*from == '+')
+            from++;
         while (*from == '0' && from[1]) from++;
         memmove(to, from, strlen(from) + 1);
     }
@@ -228,7 +241,8 @@ int ql_text_distance(const char *a, const char *b, int limit)
             int best = up[j - 1] + (a[i - 1] != b[j - 1]);
             if (up[j] + 1 < best) best = up[j] + 1;
             if (row[j - 1] + 1 < best) best = row[j - 1] + 1;
-            if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] && up2[j - 2] + 1 < best)
+            if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] &&
+                up2[j - 2] + 1 < best)
                 best = up2[j - 2] + 1;
             row[j] = best;
         }

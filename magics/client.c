@@ -22,24 +22,24 @@ enum {
     DEVICES_MS = 20000,
     LINE_MAX_BYTES = 256 << 20, /* a longer line is no protocol */
     GARBAGE_MAX = 100,          /* lines that are not JSON before the engine is given up */
-    LOG_KEEP = 1 << 20,         /* what the engine printed is dropped above this, between commands */
+    LOG_KEEP = 1 << 20, /* what the engine printed is dropped above this, between commands */
     STUCK_MS = 5000,
-    SLACK_MS = 1500             /* from end of input to SIGKILL */
+    SLACK_MS = 1500 /* from end of input to SIGKILL */
 };
 
 struct ql_client {
     const ql_host *host;
     char *engine, *version;
     int ready_ms;
-    pid_t pid;      /* 0: none; leader of its own process group */
-    pid_t owner;    /* who started it: a fork() of ours must not end it */
-    int fd;         /* our end of the socketpair, -1 */
-    int log;        /* memfd: the engine's stdout and stderr, which therefore never block it */
-    int wstatus;    /* how it ended, once `ended` */
+    pid_t pid;   /* 0: none; leader of its own process group */
+    pid_t owner; /* who started it: a fork() of ours must not end it */
+    int fd;      /* our end of the socketpair, -1 */
+    int log;     /* memfd: the engine's stdout and stderr, which therefore never block it */
+    int wstatus; /* how it ended, once `ended` */
     int ended, eof, garbage;
-    int presses;    /* stops asked for in the running command */
+    int presses; /* stops asked for in the running command */
     json_int_t last_id;
-    ql_buf in;      /* received; lines before `start` are done with, [start, scanned) has no newline */
+    ql_buf in; /* received; lines before `start` are done with, [start, scanned) has no newline */
     size_t start, scanned;
 };
 
@@ -62,7 +62,8 @@ static void fd_close(int *fd)
     *fd = -1;
 }
 
-/* ---- starting and ending ------------------------------------------------------------------------- */
+/* ---- starting and ending
+ * ------------------------------------------------------------------------- */
 
 /* Above 9, so that it never collides with 0-3, which posix_spawn fills one after another. */
 static int fd_high(int fd)
@@ -86,7 +87,8 @@ static char **spawn_environment(void)
     return env;
 }
 
-/* argv[0] with fd 0 at /dev/null, 1 and 2 at out and err, `three` (if any) at 3; every signal as at login. */
+/* argv[0] with fd 0 at /dev/null, 1 and 2 at out and err, `three` (if any) at 3; every signal as at
+ * login. */
 static int spawn(char *const argv[], int out, int err, int three, pid_t *pid)
 {
     posix_spawn_file_actions_t files;
@@ -105,7 +107,8 @@ static int spawn(char *const argv[], int out, int err, int three, pid_t *pid)
     posix_spawnattr_setpgroup(&attr, 0);
     posix_spawnattr_setsigmask(&attr, &none);
     posix_spawnattr_setsigdefault(&attr, &all);
-    posix_spawnattr_setflags(&attr, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
+    posix_spawnattr_setflags(&attr, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGMASK |
+                                        POSIX_SPAWN_SETSIGDEF);
     int e = posix_spawnp(pid, argv[0], &files, &attr, argv, env);
     posix_spawn_file_actions_destroy(&files);
     posix_spawnattr_destroy(&attr);
@@ -136,7 +139,8 @@ static void engine_end(ql_client *c, int patience_ms)
         int64_t until = now_ms() + patience_ms;
         while (!reap(c) && now_ms() < until) nap(5);
         kill(-c->pid, SIGKILL);
-        /* A process stuck inside a driver does not die at once; it must not take the notebook along. */
+        /* A process stuck inside a driver does not die at once; it must not take the notebook
+         * along. */
         for (until = now_ms() + STUCK_MS; !reap(c) && now_ms() < until;) nap(2);
     }
 }
@@ -153,7 +157,8 @@ static void engine_forget(ql_client *c)
     c->version = NULL;
 }
 
-/* ---- its last words ------------------------------------------------------------------------------ */
+/* ---- its last words
+ * ------------------------------------------------------------------------------ */
 
 /* The last lines that the engine printed, blank and unprintable characters aside. */
 static void last_words(int log, ql_buf *out)
@@ -196,15 +201,17 @@ static ql_status engine_died(ql_client *c, const char *while_doing)
     last_words(c->log, &words);
     how_ended(c->wstatus, how, sizeof how);
     engine_forget(c);
-    ql_status st = ql_fail(QL_EPEER,
-                           "the engine died during %s (%s). The notebook and its variables are intact; the next verb "
-                           "starts a fresh engine.%s",
-                           while_doing, how, ql_buf_str(&words));
+    ql_status st = ql_fail(
+        QL_EPEER,
+        "the engine died during %s (%s). The notebook and its variables are intact; the next verb "
+        "starts a fresh engine.%s",
+        while_doing, how, ql_buf_str(&words));
     ql_buf_free(&words);
     return st;
 }
 
-/* ---- waiting and reading ------------------------------------------------------------------------- */
+/* ---- waiting and reading
+ * ------------------------------------------------------------------------- */
 
 static int wait_fd(ql_client *c, int fd, short events, int ms)
 {
@@ -215,7 +222,9 @@ static int wait_fd(ql_client *c, int fd, short events, int ms)
 /* The next whole line, or NULL; valid until the next fill. */
 static const char *next_line(ql_client *c, size_t *n)
 {
-    const char *nl = c->in.len > c->scanned ? memchr(c->in.data + c->scanned, '\n', c->in.len - c->scanned) : NULL;
+    const char *nl = c->in.len > c->scanned
+                         ? memchr(c->in.data + c->scanned, '\n', c->in.len - c->scanned)
+                         : NULL;
     if (!nl) {
         c->scanned = c->in.len;
         return NULL;
@@ -252,7 +261,8 @@ static ql_status fill(ql_client *c)
     return QL_OK;
 }
 
-/* The next event, or *ev = NULL when nothing came within one tick or the engine is gone (c->eof). */
+/* The next event, or *ev = NULL when nothing came within one tick or the engine is gone (c->eof).
+ */
 static ql_status next_event(ql_client *c, json_t **ev)
 {
     *ev = NULL;
@@ -269,8 +279,11 @@ static ql_status next_event(ql_client *c, json_t **ev)
             if (c->garbage > GARBAGE_MAX) {
                 engine_end(c, 0);
                 engine_forget(c);
-                QL_FAIL(QL_EPEER, "the engine sent %d lines that are no events; it was ended. Are the engine and this "
-                                  "front end of one build?", GARBAGE_MAX + 1);
+                QL_FAIL(QL_EPEER,
+                        "the engine sent %d lines that are no events; it was ended. Are the engine "
+                        "and this "
+                        "front end of one build?",
+                        GARBAGE_MAX + 1);
             }
             if (!e) continue;
             *ev = e;
@@ -279,7 +292,8 @@ static ql_status next_event(ql_client *c, json_t **ev)
         if (c->in.len - c->start > LINE_MAX_BYTES) {
             engine_end(c, 0);
             engine_forget(c);
-            QL_FAIL(QL_EPEER, "the engine sent a line of more than %d MiB; it was ended", LINE_MAX_BYTES >> 20);
+            QL_FAIL(QL_EPEER, "the engine sent a line of more than %d MiB; it was ended",
+                    LINE_MAX_BYTES >> 20);
         }
         if (c->eof || polled) return QL_OK;
         int n = wait_fd(c, c->fd, POLLIN, TICK_MS);
@@ -303,7 +317,8 @@ static ql_status send_all(ql_client *c, const char *data, size_t n)
             n -= (size_t)k;
         } else if (k < 0 && errno == EAGAIN) {
             wait_fd(c, c->fd, POLLOUT, TICK_MS);
-            if (c->host->interrupts(c->host->self) > 0) QL_FAIL(QL_ESTOP, "stopped before the engine took the command");
+            if (c->host->interrupts(c->host->self) > 0)
+                QL_FAIL(QL_ESTOP, "stopped before the engine took the command");
             if (reap(c)) return QL_EPEER;
         } else if (!(k < 0 && errno == EINTR)) {
             return QL_EPEER; /* it died: the reader tells how */
@@ -323,7 +338,8 @@ static ql_status send_json(ql_client *c, const json_t *v)
     return st;
 }
 
-/* ---- the first event ------------------------------------------------------------------------------ */
+/* ---- the first event
+ * ------------------------------------------------------------------------------ */
 
 static ql_status engine_start(ql_client *c)
 {
@@ -362,8 +378,8 @@ static ql_status engine_ready(ql_client *c)
         if (!ev && now_ms() > until) {
             engine_end(c, 0);
             engine_forget(c);
-            QL_FAIL(QL_EPEER, "the engine %s said nothing for %.0f s after its start; it was ended", c->engine,
-                    c->ready_ms / 1000.0);
+            QL_FAIL(QL_EPEER, "the engine %s said nothing for %.0f s after its start; it was ended",
+                    c->engine, c->ready_ms / 1000.0);
         }
         if (!ev && c->host->interrupts(c->host->self) > 0) {
             engine_end(c, 0);
@@ -374,8 +390,10 @@ static ql_status engine_ready(ql_client *c)
         int ready = kind && strcmp(kind, "ready") == 0;
         const char *v = json_string_value(json_object_get(ev, "version"));
         if (ready && v && strcmp(v, QL_VERSION) != 0) {
-            ql_status st = ql_fail(QL_EPEER, "the engine %s is version %s, this front end is %s; install them together",
-                                   c->engine, v, QL_VERSION);
+            ql_status st =
+                ql_fail(QL_EPEER,
+                        "the engine %s is version %s, this front end is %s; install them together",
+                        c->engine, v, QL_VERSION);
             json_decref(ev);
             engine_end(c, 0);
             engine_forget(c);
@@ -387,15 +405,19 @@ static ql_status engine_ready(ql_client *c)
     }
 }
 
-/* ---- one command ---------------------------------------------------------------------------------- */
+/* ---- one command
+ * ---------------------------------------------------------------------------------- */
 
 static ql_status killed(ql_client *c, const char *what)
 {
     kill(-c->pid, SIGKILL);
     engine_end(c, 0);
     engine_forget(c);
-    QL_FAIL(QL_ESTOP, "%s: the engine was killed at the third stop. What was checkpointed stays; the next verb starts a "
-                      "fresh engine.", what);
+    QL_FAIL(QL_ESTOP,
+            "%s: the engine was killed at the third stop. What was checkpointed stays; the next "
+            "verb starts a "
+            "fresh engine.",
+            what);
 }
 
 /* Stop is pressed: ask, insist in words, kill. */
@@ -409,7 +431,8 @@ static ql_status presses(ql_client *c, int more, const char *what)
             json_decref(stop);
             if (st == QL_ESTOP) ql_error_clear(); /* pressed again while sending: counted below */
         } else if (c->presses == 2) {
-            c->host->print(c->host->self, "stopping at the next action; a third stop kills the engine\n");
+            c->host->print(c->host->self,
+                           "stopping at the next action; a third stop kills the engine\n");
         } else {
             return killed(c, what);
         }
@@ -419,7 +442,8 @@ static ql_status presses(ql_client *c, int more, const char *what)
 
 static ql_status ended_by_error(const json_t *ev)
 {
-    static const ql_status codes[] = {QL_EINVAL, QL_ENOMEM, QL_EIO, QL_ENOSUP, QL_ESTOP, QL_EDEVICE, QL_EPEER};
+    static const ql_status codes[] = {QL_EINVAL, QL_ENOMEM,  QL_EIO,  QL_ENOSUP,
+                                      QL_ESTOP,  QL_EDEVICE, QL_EPEER};
     const char *status = json_string_value(json_object_get(ev, "status"));
     const char *text = json_string_value(json_object_get(ev, "text"));
     const json_t *rank = json_object_get(ev, "rank"), *step = json_object_get(ev, "step");
@@ -431,7 +455,8 @@ static ql_status ended_by_error(const json_t *ev)
     if (json_is_integer(rank) && json_is_integer(step))
         snprintf(where, sizeof where, "rank %lld, step %lld: ", (long long)json_integer_value(rank),
                  (long long)json_integer_value(step));
-    else if (json_is_integer(rank)) snprintf(where, sizeof where, "rank %lld: ", (long long)json_integer_value(rank));
+    else if (json_is_integer(rank))
+        snprintf(where, sizeof where, "rank %lld: ", (long long)json_integer_value(rank));
     QL_FAIL(code, "%s%s", where, text ? text : "the engine reported an error without a text");
 }
 
@@ -459,8 +484,8 @@ static int ends(const json_t *ev, json_int_t id, json_t **result, ql_status *st)
     return 0;
 }
 
-static ql_status follow(ql_client *c, json_int_t id, const char *what, ql_client_event event, ql_client_tick tick,
-                        void *self, json_t **result)
+static ql_status follow(ql_client *c, json_int_t id, const char *what, ql_client_event event,
+                        ql_client_tick tick, void *self, json_t **result)
 {
     ql_status mine = QL_OK, st = QL_OK;
     int64_t ticked = now_ms();
@@ -472,7 +497,8 @@ static ql_status follow(ql_client *c, json_int_t id, const char *what, ql_client
             int end = ends(ev, id, result, &st);
             if (!end && event && mine == QL_OK) {
                 mine = event(self, ev);
-                /* The view failed (a full disk, a closed notebook): stop the work, keep the reason. */
+                /* The view failed (a full disk, a closed notebook): stop the work, keep the reason.
+                 */
                 if (mine != QL_OK) QL_TRY(presses(c, c->presses == 0, what));
             }
             json_decref(ev);
@@ -486,33 +512,39 @@ static ql_status follow(ql_client *c, json_int_t id, const char *what, ql_client
     }
 }
 
-ql_status ql_client_command(ql_client *c, json_t *command, ql_client_event event, ql_client_tick tick, void *self,
-                            json_t **result)
+ql_status ql_client_command(ql_client *c, json_t *command, ql_client_event event,
+                            ql_client_tick tick, void *self, json_t **result)
 {
     const char *what = json_string_value(json_object_get(command, "cmd"));
     char name[32];
     snprintf(name, sizeof name, "%s", what ? what : "?");
-    if (c->pid > 0 && c->owner != getpid()) engine_forget(c); /* a fork of the notebook: not its engine */
+    if (c->pid > 0 && c->owner != getpid())
+        engine_forget(c);        /* a fork of the notebook: not its engine */
     if (c->pid > 0 && reap(c)) { /* it died between cells */
         engine_end(c, 0);
         engine_forget(c);
     }
     if (c->pid <= 0) QL_TRY(engine_ready(c));
-    if (lseek(c->log, 0, SEEK_END) > LOG_KEEP && ftruncate(c->log, 0) < 0) c->host->print(c->host->self, "");
+    if (lseek(c->log, 0, SEEK_END) > LOG_KEEP && ftruncate(c->log, 0) < 0)
+        c->host->print(c->host->self, "");
     c->presses = 0;
     json_int_t id = ++c->last_id;
-    if (json_object_set_new(command, "id", json_integer(id)) < 0) QL_FAIL(QL_ENOMEM, "out of memory");
+    if (json_object_set_new(command, "id", json_integer(id)) < 0)
+        QL_FAIL(QL_ENOMEM, "out of memory");
     ql_status st = send_json(c, command);
     if (st == QL_EPEER) return engine_died(c, name);
     QL_TRY(st);
     json_t *r = NULL;
     st = follow(c, id, name, event, tick, self, &r);
-    if (st == QL_OK || st == QL_ESTOP) *result = r;
-    else json_decref(r);
+    if (st == QL_OK || st == QL_ESTOP)
+        *result = r;
+    else
+        json_decref(r);
     return st;
 }
 
-/* ---- --devices ------------------------------------------------------------------------------------ */
+/* ---- --devices
+ * ------------------------------------------------------------------------------------ */
 
 ql_status ql_client_devices(ql_client *c, json_t **out)
 {
@@ -539,7 +571,8 @@ ql_status ql_client_devices(ql_client *c, json_t **out)
         ssize_t k = n > 0 ? read(pipes[0], part, sizeof part) : -1;
         if (k > 0) ql_buf_add(&text, part, (size_t)k);
         if (k == 0) break;
-        if (c->host->interrupts(c->host->self) > 0) st = ql_fail(QL_ESTOP, "stopped while looking for devices");
+        if (c->host->interrupts(c->host->self) > 0)
+            st = ql_fail(QL_ESTOP, "stopped while looking for devices");
         else if (now_ms() > until || text.len > (1 << 20))
             st = ql_fail(QL_EPEER, "%s --devices does not end; it was killed", c->engine);
         if (st != QL_OK) break;
@@ -555,7 +588,8 @@ ql_status ql_client_devices(ql_client *c, json_t **out)
         char how[160];
         json_decref(v);
         last_words(log, &words);
-        st = ql_fail(QL_EPEER, "%s --devices failed (%s)%s", c->engine, how_ended(wstatus, how, sizeof how), ql_buf_str(&words));
+        st = ql_fail(QL_EPEER, "%s --devices failed (%s)%s", c->engine,
+                     how_ended(wstatus, how, sizeof how), ql_buf_str(&words));
     }
 out:
     close(pipes[0]);
@@ -565,7 +599,8 @@ out:
     return st;
 }
 
-/* ---- open and close -------------------------------------------------------------------------------- */
+/* ---- open and close
+ * -------------------------------------------------------------------------------- */
 
 ql_status ql_client_open(const char *engine, int ready_ms, const ql_host *host, ql_client **out)
 {

@@ -21,8 +21,10 @@ static int is_folder(const char *path)
     return stat(path, &s) == 0 && S_ISDIR(s.st_mode);
 }
 
-/* Entries of a folder whose name begins with `start`, each with `lead` in front; folders end in '/'. */
-static void offer_folder(json_t *out, const char *folder, const char *start, const char *lead, int folders_only)
+/* Entries of a folder whose name begins with `start`, each with `lead` in front; folders end in
+ * '/'. */
+static void offer_folder(json_t *out, const char *folder, const char *start, const char *lead,
+                         int folders_only)
 {
     DIR *d = opendir(folder);
     for (struct dirent *e; d && (e = readdir(d));) {
@@ -33,7 +35,8 @@ static void offer_folder(json_t *out, const char *folder, const char *start, con
         snprintf(full, sizeof full, "%s/%s", folder, e->d_name);
         int folder_here = is_folder(full);
         if (folders_only && !folder_here) continue;
-        snprintf(word, sizeof word, "%s%s%s", lead, e->d_name, folder_here && !folders_only ? "/" : "");
+        snprintf(word, sizeof word, "%s%s%s", lead, e->d_name,
+                 folder_here && !folders_only ? "/" : "");
         offer(out, "", word);
     }
     if (d) closedir(d);
@@ -87,7 +90,8 @@ static void offer_verbs(json_t *out, const char *prefix)
     for (int i = 0; i < n; i++) offer(out, prefix, v[i].name);
 }
 
-static void offer_arg(ql_magics *m, json_t *out, ql_arg kind, const char *choices, const char *prefix)
+static void offer_arg(ql_magics *m, json_t *out, ql_arg kind, const char *choices,
+                      const char *prefix)
 {
     switch (kind) {
     case QL_ARG_CHOICE: offer_choices(out, choices, prefix); break;
@@ -100,7 +104,8 @@ static void offer_arg(ql_magics *m, json_t *out, ql_arg kind, const char *choice
         break;
     case QL_ARG_MODEL:
     case QL_ARG_DATA:
-        if (m->bundled && !strchr(prefix, '/')) offer_folder(out, m->bundled, prefix, "", kind == QL_ARG_MODEL);
+        if (m->bundled && !strchr(prefix, '/'))
+            offer_folder(out, m->bundled, prefix, "", kind == QL_ARG_MODEL);
         offer_cached(out, m->hub, kind == QL_ARG_MODEL ? "models--" : "datasets--", prefix);
         if (!strchr(prefix, '/')) offer_folder(out, "/kaggle/input", prefix, "/kaggle/input/", 0);
         offer_paths(out, prefix);
@@ -111,10 +116,15 @@ static void offer_arg(ql_magics *m, json_t *out, ql_arg kind, const char *choice
 
 static void offer_setting(ql_magics *m, json_t *out, const ql_setting *s, const char *prefix)
 {
-    if (s->type == QL_SET_BOOL) offer_choices(out, "true|false", prefix);
-    else if (s->choices) offer_choices(out, s->choices, prefix);
+    if (s->type == QL_SET_BOOL)
+        offer_choices(out, "true|false", prefix);
+    else if (s->choices)
+        offer_choices(out, s->choices, prefix);
     else if (strcmp(s->name, "devices") == 0) {
-        const json_t *list = json_object_get(m->devices, "devices") ? json_object_get(m->devices, "devices") : m->devices, *d;
+        const json_t *list = json_object_get(m->devices, "devices")
+                                 ? json_object_get(m->devices, "devices")
+                                 : m->devices,
+                     *d;
         size_t i;
         offer_choices(out, "auto|cpu|cpu:2", prefix);
         json_array_foreach((json_t *)list, i, d)
@@ -124,10 +134,14 @@ static void offer_setting(ql_magics *m, json_t *out, const ql_setting *s, const 
             if (strcmp(ql_jstr(d, "backend", ""), "cuda") == 0) offer(out, prefix, number);
         }
     } else if (strcmp(s->name, "fsdp") == 0 || strcmp(s->name, "store") == 0) {
-        offer_choices(out, s->name[0] == 'f' ? "auto|true|false|full_shard" : "auto|resident|resident16|sharded|host", prefix);
+        offer_choices(out,
+                      s->name[0] == 'f' ? "auto|true|false|full_shard"
+                                        : "auto|resident|resident16|sharded|host",
+                      prefix);
     } else if (strcmp(s->name, "target_modules") == 0) {
         offer_choices(out, "all-linear|q_proj,v_proj|q_proj,k_proj,v_proj,o_proj", prefix);
-    } else if (strcmp(s->group, "data") == 0 && s->type == QL_SET_STR && strchr("dec", s->name[0])) {
+    } else if (strcmp(s->group, "data") == 0 && s->type == QL_SET_STR &&
+               strchr("dec", s->name[0])) {
         offer_arg(m, out, QL_ARG_DATA, NULL, prefix);
     } else if (strcmp(s->name, "model") == 0) {
         offer_arg(m, out, QL_ARG_MODEL, NULL, prefix);
@@ -154,7 +168,8 @@ static void offer_options(json_t *out, const ql_verb *verb, const char *prefix)
 }
 
 /* The value of --name that stands (or begins) at the cursor. */
-static void offer_value(ql_magics *m, json_t *out, const ql_verb *verb, const char *name, const char *prefix)
+static void offer_value(ql_magics *m, json_t *out, const ql_verb *verb, const char *name,
+                        const char *prefix)
 {
     char key[128];
     snprintf(key, sizeof key, "%s", name);
@@ -162,8 +177,10 @@ static void offer_value(ql_magics *m, json_t *out, const ql_verb *verb, const ch
         if (*p == '-') *p = '_';
     const ql_option *o = ql_option_find(verb, key);
     const ql_setting *s = o || verb->takes == QL_TAKES_NONE ? NULL : ql_setting_find(key);
-    if (o) offer_arg(m, out, o->type, o->choices, prefix);
-    else if (s) offer_setting(m, out, s, prefix);
+    if (o)
+        offer_arg(m, out, o->type, o->choices, prefix);
+    else if (s)
+        offer_setting(m, out, s, prefix);
 }
 
 static int by_text(const void *a, const void *b)
@@ -194,7 +211,9 @@ json_t *ql_magics_complete(ql_magics *m, const char *text)
     if (p > line && strncmp(p, "qlora", 5) == 0) p += 5;
     size_t len = strlen(p);
     int fresh = len == 0 || p[len - 1] == ' ' || p[len - 1] == '\t';
-    for (char *save = NULL, *w = strtok_r(p, " \t", &save); w && n < 62; w = strtok_r(NULL, " \t", &save)) words[n++] = w;
+    for (char *save = NULL, *w = strtok_r(p, " \t", &save); w && n < 62;
+         w = strtok_r(NULL, " \t", &save))
+        words[n++] = w;
     static char none[] = "";
     if (fresh) words[n++] = none;
     const char *at = words[n - 1], *before = n > 2 ? words[n - 2] : "";
@@ -218,7 +237,8 @@ json_t *ql_magics_complete(ql_magics *m, const char *text)
     } else if (verb && strncmp(at, "--", 2) == 0) {
         offer_options(out, verb, at);
     } else if (verb) {
-        if (strncmp(before, "--", 2) == 0 && !strchr(before, '=')) offer_value(m, out, verb, before + 2, at);
+        if (strncmp(before, "--", 2) == 0 && !strchr(before, '='))
+            offer_value(m, out, verb, before + 2, at);
         if (json_array_size(out) == 0) offer_arg(m, out, verb->arg, NULL, at);
         if (!*at) offer_options(out, verb, "--");
     }

@@ -1,5 +1,5 @@
-/* _core: `%qlora` for Python, in the stable ABI of 3.10. The host is a Python object with the methods show,
- * print, chart, variable and libraries; bundles and reports cross as JSON text. */
+/* _core: `%qlora` for Python, in the stable ABI of 3.10. The host is a Python object with the
+ * methods show, print, chart, variable and libraries; bundles and reports cross as JSON text. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -11,13 +11,16 @@
 typedef struct {
     ql_magics *magics;
     PyObject *host;
-    PyObject *error, *stopped;             /* qlora.Error; qlora.KeyboardInterrupt, which IPython knows by its base */
-    PyObject *type, *value, *traceback;    /* raised in a callback; re-raised when the verb has ended */
-    int presses;                           /* stops that arrived inside a callback */
+    PyObject *error,
+        *stopped; /* qlora.Error; qlora.KeyboardInterrupt, which IPython knows by its base */
+    PyObject *type, *value,
+        *traceback; /* raised in a callback; re-raised when the verb has ended */
+    int presses;    /* stops that arrived inside a callback */
     int running;
 } state;
 
-/* One session per process: the engine, the notebook's settings and the signals are the process's, too. */
+/* One session per process: the engine, the notebook's settings and the signals are the process's,
+ * too. */
 static state the;
 
 /* An exception out of a callback: a stop is counted, anything else waits for the verb's end. */
@@ -28,8 +31,10 @@ static ql_status keep_exception(const char *what)
         the.presses++;
         return QL_OK;
     }
-    if (the.type) PyErr_Clear();
-    else PyErr_Fetch(&the.type, &the.value, &the.traceback);
+    if (the.type)
+        PyErr_Clear();
+    else
+        PyErr_Fetch(&the.type, &the.value, &the.traceback);
     QL_FAIL(QL_EIO, "%s failed in Python", what);
 }
 
@@ -49,13 +54,15 @@ static json_t *json_from_python(PyObject *s)
     return text ? json_loadb(text, (size_t)n, JSON_DECODE_ANY, NULL) : NULL;
 }
 
-/* ---- the host's callbacks -------------------------------------------------------------------------- */
+/* ---- the host's callbacks
+ * -------------------------------------------------------------------------- */
 
 static ql_status host_show(void *self, const json_t *bundle, const char *id, ql_show_how how)
 {
     (void)self;
     PyObject *text = json_to_python(bundle);
-    PyObject *r = text ? PyObject_CallMethod(the.host, "show", "Ozi", text, id, how == QL_SHOW_UPDATE) : NULL;
+    PyObject *r =
+        text ? PyObject_CallMethod(the.host, "show", "Ozi", text, id, how == QL_SHOW_UPDATE) : NULL;
     Py_XDECREF(text);
     Py_XDECREF(r);
     return r ? QL_OK : keep_exception("showing an output");
@@ -68,7 +75,8 @@ static void host_print(void *self, const char *text)
     PyObject *r = s ? PyObject_CallMethod(the.host, "print", "O", s) : NULL;
     Py_XDECREF(s);
     Py_XDECREF(r);
-    if (!r && keep_exception("printing") != QL_OK) the.presses++; /* stdout is gone: stop the work */
+    if (!r && keep_exception("printing") != QL_OK)
+        the.presses++; /* stdout is gone: stop the work */
 }
 
 static int host_interrupts(void *self)
@@ -88,21 +96,21 @@ static int host_wait(void *self, struct pollfd *fds, nfds_t n, int timeout_ms)
 {
     int r;
     (void)self;
-    Py_BEGIN_ALLOW_THREADS
-    r = poll(fds, n, timeout_ms);
-    Py_END_ALLOW_THREADS
-    return r;
+    Py_BEGIN_ALLOW_THREADS r = poll(fds, n, timeout_ms);
+    Py_END_ALLOW_THREADS return r;
 }
 
 static ql_status host_chart(void *self, const json_t *chart, ql_buf *png)
 {
     (void)self;
-    PyObject *text = json_to_python(chart), *r = text ? PyObject_CallMethod(the.host, "chart", "O", text) : NULL;
+    PyObject *text = json_to_python(chart),
+             *r = text ? PyObject_CallMethod(the.host, "chart", "O", text) : NULL;
     char *data;
     Py_ssize_t n;
     Py_XDECREF(text);
     if (!r) return keep_exception("drawing a chart");
-    if (r != Py_None && PyBytes_AsStringAndSize(r, &data, &n) == 0) ql_buf_add(png, data, (size_t)n);
+    if (r != Py_None && PyBytes_AsStringAndSize(r, &data, &n) == 0)
+        ql_buf_add(png, data, (size_t)n);
     Py_DECREF(r);
     PyErr_Clear();
     return QL_OK;
@@ -133,7 +141,8 @@ static json_t *host_libraries(void *self)
     return v;
 }
 
-/* ---- module functions -------------------------------------------------------------------------------- */
+/* ---- module functions
+ * -------------------------------------------------------------------------------- */
 
 static PyObject *raise(ql_status st)
 {
@@ -144,12 +153,17 @@ static PyObject *raise(ql_status st)
     }
     const char *text = ql_error();
     PyObject *s = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
-    if (s) PyErr_SetObject(st == QL_ESTOP ? the.stopped : st == QL_ENOMEM ? PyExc_MemoryError : the.error, s);
+    if (s)
+        PyErr_SetObject(st == QL_ESTOP    ? the.stopped
+                        : st == QL_ENOMEM ? PyExc_MemoryError
+                                          : the.error,
+                        s);
     Py_XDECREF(s);
     return NULL;
 }
 
-/* The engine's out of memory is qlora.Error as well: MemoryError would say that the notebook's own is short. */
+/* The engine's out of memory is qlora.Error as well: MemoryError would say that the notebook's own
+ * is short. */
 static PyObject *raise_verb(ql_status st)
 {
     return raise(st == QL_ENOMEM ? QL_EDEVICE : st);
@@ -161,11 +175,23 @@ static PyObject *core_open(PyObject *module, PyObject *args)
     const char *engine, *runs, *bundled, *hub;
     int follow, ready_ms = 0;
     (void)module;
-    if (!PyArg_ParseTuple(args, "Ozzzzi|i", &host, &engine, &runs, &bundled, &hub, &follow, &ready_ms)) return NULL;
+    if (!PyArg_ParseTuple(args, "Ozzzzi|i", &host, &engine, &runs, &bundled, &hub, &follow,
+                          &ready_ms))
+        return NULL;
     if (the.running) return PyErr_Format(the.error, "%%qlora is running");
-    ql_host h = {.show = host_show, .print = host_print, .interrupts = host_interrupts, .wait = host_wait, .chart = host_chart,
-                 .variable = host_variable, .libraries = host_libraries};
-    ql_magics_options o = {.engine = engine, .runs = runs, .bundled = bundled, .hub = hub, .follow = (ql_follow)follow, .ready_ms = ready_ms};
+    ql_host h = {.show = host_show,
+                 .print = host_print,
+                 .interrupts = host_interrupts,
+                 .wait = host_wait,
+                 .chart = host_chart,
+                 .variable = host_variable,
+                 .libraries = host_libraries};
+    ql_magics_options o = {.engine = engine,
+                           .runs = runs,
+                           .bundled = bundled,
+                           .hub = hub,
+                           .follow = (ql_follow)follow,
+                           .ready_ms = ready_ms};
     ql_magics *m;
     ql_error_clear();
     ql_status st = ql_magics_open(&o, &h, &m);
@@ -190,9 +216,12 @@ static PyObject *core_close(PyObject *module, PyObject *none)
 
 static int ready(void)
 {
-    if (the.running) PyErr_SetString(the.error, "%qlora is running already: one verb at a time");
-    else if (!the.magics) PyErr_SetString(the.error, "qlora is closed");
-    else return 1;
+    if (the.running)
+        PyErr_SetString(the.error, "%qlora is running already: one verb at a time");
+    else if (!the.magics)
+        PyErr_SetString(the.error, "qlora is closed");
+    else
+        return 1;
     return 0;
 }
 
@@ -240,7 +269,8 @@ static PyObject *core_help(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "|z", &topic)) return NULL;
     ql_status st = ql_magics_help(topic, &b);
-    PyObject *r = st == QL_OK ? PyUnicode_DecodeUTF8(ql_buf_str(&b), (Py_ssize_t)b.len, "replace") : raise(st);
+    PyObject *r = st == QL_OK ? PyUnicode_DecodeUTF8(ql_buf_str(&b), (Py_ssize_t)b.len, "replace")
+                              : raise(st);
     ql_buf_free(&b);
     return r;
 }
@@ -257,7 +287,8 @@ static PyObject *core_chart(PyObject *module, PyObject *args)
         json_decref(runs);
         return PyErr_Format(PyExc_ValueError, "chart() takes the JSON text of a list of runs");
     }
-    json_t *chart = strcmp(metric, "memory") == 0 ? ql_chart_memory(json_array_get(runs, 0)) : ql_chart_runs(runs, metric, diff);
+    json_t *chart = strcmp(metric, "memory") == 0 ? ql_chart_memory(json_array_get(runs, 0))
+                                                  : ql_chart_runs(runs, metric, diff);
     PyObject *r = json_to_python(chart);
     json_decref(chart);
     json_decref(runs);
@@ -274,16 +305,22 @@ static PyMethodDef functions[] = {
     {"chart", core_chart, METH_VARARGS, "chart(runs, metric, diff) -> JSON text of a chart"},
     {NULL, NULL, 0, NULL}};
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_core", "%qlora for Python", -1, functions, NULL, NULL, NULL, NULL};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_core", "%qlora for Python", -1, functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__core(void)
 {
     PyObject *m = PyModule_Create(&definition);
     if (!m) return NULL;
-    the.error = PyErr_NewExceptionWithDoc("qlora.Error", "A verb failed; the text says what, where and what to do.", PyExc_RuntimeError, NULL);
-    the.stopped = PyErr_NewExceptionWithDoc("qlora.KeyboardInterrupt", "A verb was stopped; the text says what was kept.",
+    the.error = PyErr_NewExceptionWithDoc(
+        "qlora.Error", "A verb failed; the text says what, where and what to do.",
+        PyExc_RuntimeError, NULL);
+    the.stopped = PyErr_NewExceptionWithDoc("qlora.KeyboardInterrupt",
+                                            "A verb was stopped; the text says what was kept.",
                                             PyExc_KeyboardInterrupt, NULL);
-    if (!the.error || !the.stopped || PyModule_AddObjectRef(m, "Error", the.error) < 0 || PyModule_AddObjectRef(m, "Stopped", the.stopped) < 0 || PyModule_AddStringConstant(m, "version", QL_VERSION) < 0) {
+    if (!the.error || !the.stopped || PyModule_AddObjectRef(m, "Error", the.error) < 0 ||
+        PyModule_AddObjectRef(m, "Stopped", the.stopped) < 0 ||
+        PyModule_AddStringConstant(m, "version", QL_VERSION) < 0) {
         Py_DECREF(m);
         return NULL;
     }

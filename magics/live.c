@@ -12,13 +12,13 @@ enum { ROWS_LIVE = 8, ROWS_FINAL = 16, UPDATE_MS = 500, CURVE_MS = 1000 };
 struct ql_live {
     ql_live_options o;
     json_t *history, *memory, *start, *checkpoints, *warnings;
-    json_t *progress;          /* the last progress event, NULL: none or over */
-    char state[200];           /* "training", "placing weights" */
+    json_t *progress; /* the last progress event, NULL: none or over */
+    char state[200];  /* "training", "placing weights" */
     char bar_id[40], curve_id[40];
     int bar_shown, curve_shown, dirty, curve_dirty, steps_here, final;
     int64_t opened, bar_at, curve_at, curve_cost; /* ms */
-    double rate;               /* steps per second, over the last steps */
-    double recent[20];         /* engine times of the last steps, a ring */
+    double rate;                                  /* steps per second, over the last steps */
+    double recent[20];                            /* engine times of the last steps, a ring */
     int64_t step, max_steps;
     const char *how, *note;
 };
@@ -35,29 +35,40 @@ static const char *same(const json_t *o, const char *key)
     return ql_jstr(o, key, "");
 }
 
-/* ---- one line of words and numbers ---------------------------------------------------------------- */
+/* ---- one line of words and numbers
+ * ---------------------------------------------------------------- */
 
 static void bar_words(const ql_live *l, ql_buf *b)
 {
-    double elapsed = (double)(now_ms() - l->opened) / 1000.0, epochs = ql_jnum(l->start, "epochs", (double)NAN);
+    double elapsed = (double)(now_ms() - l->opened) / 1000.0,
+           epochs = ql_jnum(l->start, "epochs", (double)NAN);
     const json_t *last = NULL;
-    for (size_t i = json_array_size(l->history); i-- > 0 && !json_object_get(last, "epoch");) last = json_array_get(l->history, i);
+    for (size_t i = json_array_size(l->history); i-- > 0 && !json_object_get(last, "epoch");)
+        last = json_array_get(l->history, i);
     if (l->max_steps <= 0) return;
-    ql_buf_printf(b, "%lld/%lld  %s", (long long)l->step, (long long)l->max_steps, ql_fmt_time(elapsed).s);
-    if (!l->final && l->rate > 0) ql_buf_printf(b, " < %s", ql_fmt_time((double)(l->max_steps - l->step) / l->rate).s);
-    if (l->rate >= 1) ql_buf_printf(b, ", %.2f it/s", l->rate);
-    else if (l->rate > 0) ql_buf_printf(b, ", %.2f s/it", 1 / l->rate);
+    ql_buf_printf(b, "%lld/%lld  %s", (long long)l->step, (long long)l->max_steps,
+                  ql_fmt_time(elapsed).s);
+    if (!l->final && l->rate > 0)
+        ql_buf_printf(b, " < %s", ql_fmt_time((double)(l->max_steps - l->step) / l->rate).s);
+    if (l->rate >= 1)
+        ql_buf_printf(b, ", %.2f it/s", l->rate);
+    else if (l->rate > 0)
+        ql_buf_printf(b, ", %.2f s/it", 1 / l->rate);
     double epoch = ql_jnum(last, "epoch", (double)NAN);
-    if (isfinite(epoch) && isfinite(epochs)) ql_buf_printf(b, ", epoch %.2f/%s", epoch, ql_fmt_num(epochs, 3).s);
+    if (isfinite(epoch) && isfinite(epochs))
+        ql_buf_printf(b, ", epoch %.2f/%s", epoch, ql_fmt_num(epochs, 3).s);
 }
 
 static void progress_words(const ql_live *l, ql_buf *b)
 {
     double done = ql_jnum(l->progress, "done", 0), total = ql_jnum(l->progress, "total", 0);
-    if (total > 1 << 20) ql_buf_printf(b, "%s of %s", ql_fmt_bytes(done).s, ql_fmt_bytes(total).s);
-    else ql_buf_printf(b, "%.0f of %.0f", done, total);
+    if (total > 1 << 20)
+        ql_buf_printf(b, "%s of %s", ql_fmt_bytes(done).s, ql_fmt_bytes(total).s);
+    else
+        ql_buf_printf(b, "%.0f of %.0f", done, total);
     double elapsed = (double)(now_ms() - l->opened) / 1000.0;
-    if (done > 0 && total > done && elapsed > 1) ql_buf_printf(b, ", %s left", ql_fmt_time(elapsed * (total - done) / done).s);
+    if (done > 0 && total > done && elapsed > 1)
+        ql_buf_printf(b, ", %s left", ql_fmt_time(elapsed * (total - done) / done).s);
 }
 
 static void title(const ql_live *l, ql_view *v)
@@ -66,11 +77,14 @@ static void title(const ql_live *l, ql_view *v)
     int64_t world = ql_jint(l->start, "world", 0);
     ql_buf_put(&b, l->how ? l->how : l->state);
     const json_t *d = json_array_get(json_object_get(l->start, "devices"), 0);
-    if (world > 0) ql_buf_printf(&b, " · %lld × %s", (long long)world, ql_jstr(d, "name", ql_jstr(l->start, "backend", "device")));
+    if (world > 0)
+        ql_buf_printf(&b, " · %lld × %s", (long long)world,
+                      ql_jstr(d, "name", ql_jstr(l->start, "backend", "device")));
     static const char *const keys[] = {"dtype", "store", "schedule"};
     for (int i = 0; i < 3; i++)
         if (*same(l->start, keys[i])) ql_buf_printf(&b, " · %s", same(l->start, keys[i]));
-    if (ql_jint(l->start, "resumed", 0) > 0) ql_buf_printf(&b, " · from step %lld", (long long)ql_jint(l->start, "resumed", 0));
+    if (ql_jint(l->start, "resumed", 0) > 0)
+        ql_buf_printf(&b, " · from step %lld", (long long)ql_jint(l->start, "resumed", 0));
     ql_view_title(v, *l->o.name ? l->o.name : "qlora", "%s", ql_buf_str(&b));
     ql_buf_free(&b);
 }
@@ -90,24 +104,35 @@ static void bar(const ql_live *l, ql_view *v)
         ql_buf_put(&v->text, "[");
         for (int i = 0; i < 24; i++) ql_buf_put(&v->text, i < cells ? "█" : "·");
         ql_buf_printf(&v->text, "] %s\n", ql_buf_str(&words));
-        ql_buf_printf(&v->html, "<div style=\"margin:4px 0\"><progress value=\"%.0f\" max=\"%.0f\" style=\"width:300px;height:18px;"
-                                "vertical-align:middle\"></progress> &nbsp;", value, max);
+        ql_buf_printf(&v->html,
+                      "<div style=\"margin:4px 0\"><progress value=\"%.0f\" max=\"%.0f\" "
+                      "style=\"width:300px;height:18px;"
+                      "vertical-align:middle\"></progress> &nbsp;",
+                      value, max);
         ql_buf_html(&v->html, ql_buf_str(&words));
         ql_buf_put(&v->html, "</div>\n");
     }
     ql_buf_free(&words);
 }
 
-/* ---- the table -------------------------------------------------------------------------------------- */
+/* ---- the table
+ * -------------------------------------------------------------------------------------- */
 
 static void row(ql_table *t, const json_t *r, double eval)
 {
     int skipped = json_is_true(json_object_get(r, "skipped"));
     ql_table_cell(t, "%lld", (long long)ql_jint(r, "step", 0));
-    if (skipped) ql_table_cell2(t, "skipped", "<i title=\"fp16 gradients overflowed: no update, the loss scale is halved\">skipped</i>");
-    else ql_table_cell(t, isfinite(ql_jnum(r, "loss", (double)NAN)) ? "%.4f" : "-", ql_jnum(r, "loss", 0));
-    if (isfinite(eval)) ql_table_cell(t, "%.4f", eval);
-    else ql_table_cell(t, "%s", "");
+    if (skipped)
+        ql_table_cell2(t, "skipped",
+                       "<i title=\"fp16 gradients overflowed: no update, the loss scale is "
+                       "halved\">skipped</i>");
+    else
+        ql_table_cell(t, isfinite(ql_jnum(r, "loss", (double)NAN)) ? "%.4f" : "-",
+                      ql_jnum(r, "loss", 0));
+    if (isfinite(eval))
+        ql_table_cell(t, "%.4f", eval);
+    else
+        ql_table_cell(t, "%s", "");
     ql_table_cell(t, "%s", ql_fmt_num(ql_jnum(r, "learning_rate", (double)NAN), 3).s);
     ql_table_cell(t, "%s", ql_fmt_num(ql_jnum(r, "grad_norm", (double)NAN), 3).s);
     ql_table_cell(t, "%s", ql_fmt_count(ql_jnum(r, "tokens_per_second", (double)NAN)).s);
@@ -121,11 +146,12 @@ static double eval_at(const json_t *history, size_t from, double step)
     return (double)NAN;
 }
 
-/* Which of n steps are rows: live the last ones; in the end round numbers over the whole run, so that a saved
- * notebook tells the whole story. Returns how many, their places in at[]. */
+/* Which of n steps are rows: live the last ones; in the end round numbers over the whole run, so
+ * that a saved notebook tells the whole story. Returns how many, their places in at[]. */
 static size_t choose_rows(const ql_live *l, size_t *at, size_t n)
 {
-    static const int64_t every[] = {1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 2000, 5000, 10000, 100000, 1000000};
+    static const int64_t every[] = {1,   2,   5,    10,   20,   25,    50,     100,    200,
+                                    250, 500, 1000, 2000, 5000, 10000, 100000, 1000000};
     size_t k = 0, rows = 0;
     if (!l->final || n <= ROWS_FINAL) {
         size_t from = !l->final && n > ROWS_LIVE ? n - ROWS_LIVE : 0;
@@ -135,7 +161,8 @@ static size_t choose_rows(const ql_live *l, size_t *at, size_t n)
     while (k + 1 < sizeof every / sizeof *every && n / (size_t)every[k] > ROWS_FINAL - 2) k++;
     for (size_t i = 0; i < n; i++) {
         int64_t step = ql_jint(json_array_get(l->history, at[i]), "step", 0);
-        if (i == 0 || i + 1 == n || (step % every[k] == 0 && step > every[k] / 4)) at[rows++] = at[i];
+        if (i == 0 || i + 1 == n || (step % every[k] == 0 && step > every[k] / 4))
+            at[rows++] = at[i];
     }
     return rows;
 }
@@ -162,7 +189,9 @@ static void table(const ql_live *l, ql_view *v)
 
 static void meters(const ql_live *l, ql_view *v)
 {
-    const json_t *devices = json_object_get(json_array_get(l->memory, json_array_size(l->memory) - 1), "devices"), *d;
+    const json_t *devices = json_object_get(
+                     json_array_get(l->memory, json_array_size(l->memory) - 1), "devices"),
+                 *d;
     size_t i;
     if (json_array_size(devices) == 0) return;
     ql_buf names = {0};
@@ -174,13 +203,20 @@ static void meters(const ql_live *l, ql_view *v)
         ql_buf text = {0}, html = {0};
         int cells = total > 0 ? (int)lround(fmin(1, used / total) * 16) : 0;
         for (int k = 0; k < 16 && total > 0; k++) ql_buf_put(&text, k < cells ? "█" : "·");
-        ql_buf_printf(&html, "<meter min=\"0\" max=\"%.3f\" high=\"%.3f\" value=\"%.3f\" style=\"width:160px;height:14px;vertical-align:middle\">"
-                             "</meter>", total / 1e9, total * 0.93 / 1e9, used / 1e9);
-        ql_table_cell(&t, "%lld: %.28s", (long long)ql_jint(d, "rank", (int64_t)i), ql_jstr(d, "name", "device"));
+        ql_buf_printf(&html,
+                      "<meter min=\"0\" max=\"%.3f\" high=\"%.3f\" value=\"%.3f\" "
+                      "style=\"width:160px;height:14px;vertical-align:middle\">"
+                      "</meter>",
+                      total / 1e9, total * 0.93 / 1e9, used / 1e9);
+        ql_table_cell(&t, "%lld: %.28s", (long long)ql_jint(d, "rank", (int64_t)i),
+                      ql_jstr(d, "name", "device"));
         ql_table_cell2(&t, ql_buf_str(&text), total > 0 ? ql_buf_str(&html) : "");
-        if (total > 0) ql_table_cell(&t, "%s / %s", ql_fmt_bytes(used).s, ql_fmt_bytes(total).s);
-        else ql_table_cell(&t, "%s", ql_fmt_bytes(used).s);
-        double degrees = ql_jnum(d, "temperature", (double)NAN), watts = ql_jnum(d, "power", (double)NAN);
+        if (total > 0)
+            ql_table_cell(&t, "%s / %s", ql_fmt_bytes(used).s, ql_fmt_bytes(total).s);
+        else
+            ql_table_cell(&t, "%s", ql_fmt_bytes(used).s);
+        double degrees = ql_jnum(d, "temperature", (double)NAN),
+               watts = ql_jnum(d, "power", (double)NAN);
         ql_buf_clear(&text);
         ql_buf_printf(&text, "peak %s", ql_fmt_bytes(ql_jnum(d, "peak", used)).s);
         if (degrees >= 0) ql_buf_printf(&text, ", %.0f °C", degrees);
@@ -193,17 +229,20 @@ static void meters(const ql_live *l, ql_view *v)
     ql_buf_free(&names);
 }
 
-/* ---- showing ---------------------------------------------------------------------------------------- */
+/* ---- showing
+ * ---------------------------------------------------------------------------------------- */
 
 static json_t *final_data(const ql_live *l)
 {
-    json_t *d = json_pack("{s:s, s:I, s:I, s:s}", "kind", "training", "step", (json_int_t)l->step, "max_steps", (json_int_t)l->max_steps,
-                          "state", l->how ? l->how : l->state);
+    json_t *d =
+        json_pack("{s:s, s:I, s:I, s:s}", "kind", "training", "step", (json_int_t)l->step,
+                  "max_steps", (json_int_t)l->max_steps, "state", l->how ? l->how : l->state);
     json_object_set_new(d, "name", ql_text_json(l->o.name, strlen(l->o.name)));
     /* The whole history only once, when it is final: live updates stay small. */
     if (l->final) {
         json_object_set(d, "history", l->history);
-        if (json_array_size(l->memory) > 0) json_object_set(d, "memory", json_array_get(l->memory, json_array_size(l->memory) - 1));
+        if (json_array_size(l->memory) > 0)
+            json_object_set(d, "memory", json_array_get(l->memory, json_array_size(l->memory) - 1));
     }
     return d;
 }
@@ -217,18 +256,20 @@ static ql_status show_bar(ql_live *l)
     bar(l, &v);
     table(l, &v);
     meters(l, &v);
-    json_array_foreach(json_object_get(l->start, "text"), i, text)
-        if (i < 4 && json_is_string(text)) ql_view_note(&v, "%s", json_string_value(text));
-    json_array_foreach(l->warnings, i, text)
-        if (i < 6) ql_view_warn(&v, json_string_value(text));
+    json_array_foreach(json_object_get(l->start, "text"), i,
+                       text) if (i < 4 && json_is_string(text))
+        ql_view_note(&v, "%s", json_string_value(text));
+    json_array_foreach(l->warnings, i, text) if (i < 6) ql_view_warn(&v, json_string_value(text));
     if (l->note) {
         /* The first line says how it went; a second one is a verdict, and must be seen. */
         const char *verdict = strchr(l->note, '\n');
-        ql_view_note(&v, "%.*s", verdict ? (int)(verdict - l->note) : (int)strlen(l->note), l->note);
+        ql_view_note(&v, "%.*s", verdict ? (int)(verdict - l->note) : (int)strlen(l->note),
+                     l->note);
         if (verdict) ql_view_title(&v, verdict + 1, "%s", "");
     }
     json_t *data = final_data(l), *bundle = ql_view_bundle(&v, data);
-    ql_status st = l->o.host->show(l->o.host->self, bundle, l->bar_id, l->bar_shown ? QL_SHOW_UPDATE : QL_SHOW_NEW);
+    ql_status st = l->o.host->show(l->o.host->self, bundle, l->bar_id,
+                                   l->bar_shown ? QL_SHOW_UPDATE : QL_SHOW_NEW);
     json_decref(bundle);
     json_decref(data);
     l->bar_shown = 1;
@@ -241,13 +282,17 @@ static ql_status show_curve(ql_live *l)
 {
     int64_t from = now_ms();
     int pair = l->o.against != NULL;
-    json_t *me = json_pack("{s:o, s:O}", "name", ql_text_json(l->o.name, strlen(l->o.name)), "history", l->history), *bundle = NULL;
+    json_t *me = json_pack("{s:o, s:O}", "name", ql_text_json(l->o.name, strlen(l->o.name)),
+                           "history", l->history),
+           *bundle = NULL;
     json_t *runs = pair ? json_pack("[O, o]", l->o.against, me) : json_pack("[o]", me);
     json_t *chart = ql_chart_runs(runs, "loss", pair);
     json_object_set_new(chart, "xmin", json_real(1));
     if (l->max_steps > 1) json_object_set_new(chart, "xmax", json_real((double)l->max_steps));
     ql_status st = ql_chart_bundle(l->o.host, chart, NULL, &bundle);
-    if (st == QL_OK) st = l->o.host->show(l->o.host->self, bundle, l->curve_id, l->curve_shown ? QL_SHOW_UPDATE : QL_SHOW_NEW);
+    if (st == QL_OK)
+        st = l->o.host->show(l->o.host->self, bundle, l->curve_id,
+                             l->curve_shown ? QL_SHOW_UPDATE : QL_SHOW_NEW);
     json_decref(bundle);
     json_decref(chart);
     json_decref(runs);
@@ -263,12 +308,17 @@ static ql_status refresh(ql_live *l)
 {
     int64_t t = now_ms();
     if (l->o.follow == QL_FOLLOW_LINES) return QL_OK;
-    if ((l->dirty || t - l->bar_at >= 1000) && t - l->bar_at >= UPDATE_MS && t - l->opened >= UPDATE_MS / 2) QL_TRY(show_bar(l));
-    if (l->curve_dirty && l->bar_shown && t - l->curve_at >= CURVE_MS && t - l->curve_at >= 9 * l->curve_cost) QL_TRY(show_curve(l));
+    if ((l->dirty || t - l->bar_at >= 1000) && t - l->bar_at >= UPDATE_MS &&
+        t - l->opened >= UPDATE_MS / 2)
+        QL_TRY(show_bar(l));
+    if (l->curve_dirty && l->bar_shown && t - l->curve_at >= CURVE_MS &&
+        t - l->curve_at >= 9 * l->curve_cost)
+        QL_TRY(show_curve(l));
     return QL_OK;
 }
 
-/* ---- plain lines -------------------------------------------------------------------------------------- */
+/* ---- plain lines
+ * -------------------------------------------------------------------------------------- */
 
 static void say(const ql_live *l, const char *fmt, ...) QL_PRINTF(2, 3);
 static void say(const ql_live *l, const char *fmt, ...)
@@ -297,17 +347,23 @@ static int64_t lines_every(const ql_live *l)
 
 static void say_step(const ql_live *l, const json_t *r)
 {
-    int width = snprintf(NULL, 0, "%lld", (long long)l->max_steps), skipped = json_is_true(json_object_get(r, "skipped"));
+    int width = snprintf(NULL, 0, "%lld", (long long)l->max_steps),
+        skipped = json_is_true(json_object_get(r, "skipped"));
     double left = l->rate > 0 ? (double)(l->max_steps - l->step) / l->rate : (double)NAN;
     char loss[24];
-    if (l->step % lines_every(l) != 0 && l->step != 1 && l->step != l->max_steps && !skipped) return;
-    snprintf(loss, sizeof loss, isfinite(ql_jnum(r, "loss", (double)NAN)) ? "%.4f" : "-", ql_jnum(r, "loss", 0));
-    say(l, "step %*lld/%lld  loss %s  lr %s  grad %s  %s tok/s  %s left", width, (long long)l->step, (long long)l->max_steps,
-        skipped ? "skipped" : loss, ql_fmt_num(ql_jnum(r, "learning_rate", (double)NAN), 3).s,
-        ql_fmt_num(ql_jnum(r, "grad_norm", (double)NAN), 3).s, ql_fmt_count(ql_jnum(r, "tokens_per_second", (double)NAN)).s, ql_fmt_time(left).s);
+    if (l->step % lines_every(l) != 0 && l->step != 1 && l->step != l->max_steps && !skipped)
+        return;
+    snprintf(loss, sizeof loss, isfinite(ql_jnum(r, "loss", (double)NAN)) ? "%.4f" : "-",
+             ql_jnum(r, "loss", 0));
+    say(l, "step %*lld/%lld  loss %s  lr %s  grad %s  %s tok/s  %s left", width, (long long)l->step,
+        (long long)l->max_steps, skipped ? "skipped" : loss,
+        ql_fmt_num(ql_jnum(r, "learning_rate", (double)NAN), 3).s,
+        ql_fmt_num(ql_jnum(r, "grad_norm", (double)NAN), 3).s,
+        ql_fmt_count(ql_jnum(r, "tokens_per_second", (double)NAN)).s, ql_fmt_time(left).s);
 }
 
-/* ---- events ------------------------------------------------------------------------------------------- */
+/* ---- events
+ * ------------------------------------------------------------------------------------------- */
 
 /* A record is its event without the envelope. */
 static json_t *record(const json_t *event)
@@ -344,9 +400,9 @@ static void on_start(ql_live *l, const json_t *ev)
     if (l->o.before && json_array_size(l->history) == 0) {
         size_t i;
         const json_t *r;
-        json_array_foreach((json_t *)l->o.before, i, r)
-            if (ql_jint(r, "step", 0) <= l->step && !json_object_get(r, "train_runtime"))
-                json_array_append(l->history, (json_t *)r);
+        json_array_foreach((json_t *)l->o.before, i, r) if (ql_jint(r, "step", 0) <= l->step &&
+                                                            !json_object_get(r, "train_runtime"))
+            json_array_append(l->history, (json_t *)r);
         l->curve_dirty = json_array_size(l->history) > 0;
     }
     json_decref(l->progress);
@@ -354,10 +410,12 @@ static void on_start(ql_live *l, const json_t *ev)
     l->dirty = 1;
     size_t i;
     const json_t *text;
-    say(l, "%s: %lld steps on %lld × %s%s%s%s%s", *l->o.name ? l->o.name : "run", (long long)l->max_steps, (long long)ql_jint(ev, "world", 1),
-        ql_jstr(ev, "backend", "device"), *same(ev, "dtype") ? ", " : "", same(ev, "dtype"), *same(ev, "store") ? ", " : "", same(ev, "store"));
-    json_array_foreach(json_object_get(ev, "text"), i, text)
-        if (json_is_string(text)) say(l, "  %.300s", json_string_value(text));
+    say(l, "%s: %lld steps on %lld × %s%s%s%s%s", *l->o.name ? l->o.name : "run",
+        (long long)l->max_steps, (long long)ql_jint(ev, "world", 1),
+        ql_jstr(ev, "backend", "device"), *same(ev, "dtype") ? ", " : "", same(ev, "dtype"),
+        *same(ev, "store") ? ", " : "", same(ev, "store"));
+    json_array_foreach(json_object_get(ev, "text"), i, text) if (json_is_string(text))
+        say(l, "  %.300s", json_string_value(text));
 }
 
 static void on_state(ql_live *l, const json_t *ev)
@@ -379,7 +437,8 @@ static void on_other(ql_live *l, const char *kind, const json_t *ev)
     } else if (strcmp(kind, "eval") == 0) {
         json_array_append_new(l->history, record(ev));
         l->dirty = l->curve_dirty = 1;
-        say(l, "  eval_loss %.4f at step %lld", ql_jnum(ev, "eval_loss", (double)NAN), (long long)ql_jint(ev, "step", l->step));
+        say(l, "  eval_loss %.4f at step %lld", ql_jnum(ev, "eval_loss", (double)NAN),
+            (long long)ql_jint(ev, "step", l->step));
     } else if (strcmp(kind, "memory") == 0) {
         json_array_append_new(l->memory, record(ev));
         l->dirty = 1;
@@ -387,7 +446,8 @@ static void on_other(ql_live *l, const char *kind, const json_t *ev)
         json_array_append_new(l->checkpoints, record(ev));
         say(l, "  checkpoint %s", same(ev, "path"));
     } else if (strcmp(kind, "log") == 0 && strcmp(same(ev, "level"), "warning") == 0) {
-        if (json_array_size(l->warnings) < 100) json_array_append_new(l->warnings, json_string(same(ev, "text")));
+        if (json_array_size(l->warnings) < 100)
+            json_array_append_new(l->warnings, json_string(same(ev, "text")));
         say(l, "! %.300s", same(ev, "text"));
         l->dirty = 1;
     } else if (strcmp(kind, "log") == 0) {
@@ -399,20 +459,27 @@ ql_status ql_live_event(void *live, const json_t *event)
 {
     ql_live *l = live;
     const char *kind = same(event, "ev");
-    if (strcmp(kind, "step") == 0) on_step(l, event);
-    else if (strcmp(kind, "start") == 0) on_start(l, event);
-    else if (strcmp(kind, "state") == 0) on_state(l, event);
-    else on_other(l, kind, event);
+    if (strcmp(kind, "step") == 0)
+        on_step(l, event);
+    else if (strcmp(kind, "start") == 0)
+        on_start(l, event);
+    else if (strcmp(kind, "state") == 0)
+        on_state(l, event);
+    else
+        on_other(l, kind, event);
     return refresh(l);
 }
 
 void ql_live_tick(void *live)
 {
     ql_live *l = live;
-    if (refresh(l) != QL_OK) ql_error_clear(); /* the next event meets the same failure and reports it */
+    if (refresh(l) != QL_OK)
+        ql_error_clear(); /* the next event meets the same failure and reports it */
 }
 
-/* ---- life ----------------------------------------------------------------------------------------------- */
+/* ---- life
+ * -----------------------------------------------------------------------------------------------
+ */
 
 ql_status ql_live_open(const ql_live_options *options, ql_live **out)
 {
@@ -427,8 +494,10 @@ ql_status ql_live_open(const ql_live_options *options, ql_live **out)
     l->opened = now_ms();
     snprintf(l->state, sizeof l->state, "starting");
     /* Unique over kernels and reruns: an update must never reach another cell's output. */
-    snprintf(l->bar_id, sizeof l->bar_id, "qlora-%llx-%d-bar", (unsigned long long)l->opened, l->o.number);
-    snprintf(l->curve_id, sizeof l->curve_id, "qlora-%llx-%d-curve", (unsigned long long)l->opened, l->o.number);
+    snprintf(l->bar_id, sizeof l->bar_id, "qlora-%llx-%d-bar", (unsigned long long)l->opened,
+             l->o.number);
+    snprintf(l->curve_id, sizeof l->curve_id, "qlora-%llx-%d-curve", (unsigned long long)l->opened,
+             l->o.number);
     *out = l;
     return QL_OK;
 }
@@ -464,6 +533,7 @@ void ql_live_close(ql_live *l)
 
 json_t *ql_live_record(const ql_live *l)
 {
-    return json_pack("{s:O, s:O, s:O, s:O, s:O, s:I}", "history", l->history, "memory", l->memory, "start", l->start, "checkpoints",
-                     l->checkpoints, "warnings", l->warnings, "step", (json_int_t)l->step);
+    return json_pack("{s:O, s:O, s:O, s:O, s:O, s:I}", "history", l->history, "memory", l->memory,
+                     "start", l->start, "checkpoints", l->checkpoints, "warnings", l->warnings,
+                     "step", (json_int_t)l->step);
 }

@@ -29,14 +29,16 @@ static char *copy(const char *text, size_t n)
     return p;
 }
 
-/* ---- lines ------------------------------------------------------------------------------------- */
+/* ---- lines -------------------------------------------------------------------------------------
+ */
 
 /* {name}, {cfg.lr} or {names[0]}: what IPython expands where it can. JSON's {"a": 1} is not. */
 static size_t unexpanded(const char *p)
 {
     size_t i = 1;
     if (!isalpha((unsigned char)p[i]) && p[i] != '_') return 0;
-    while (isalnum((unsigned char)p[i]) || p[i] == '_' || p[i] == '.' || p[i] == '[' || p[i] == ']') i++;
+    while (isalnum((unsigned char)p[i]) || p[i] == '_' || p[i] == '.' || p[i] == '[' || p[i] == ']')
+        i++;
     return p[i] == '}' ? i + 1 : 0;
 }
 
@@ -53,9 +55,12 @@ static ql_status quoted(const char *line, const char **p, ql_buf *word)
         if (q == '"' && *s == '\\' && s[1]) {
             s++;
             const char *names = "nt", *at = strchr(names, *s);
-            if (at) ql_buf_add(word, at - names == 0 ? "\n" : "\t", 1);
-            else if (*s == '"' || *s == '\\') ql_buf_add(word, s, 1);
-            else ql_buf_add(word, s - 1, 2);
+            if (at)
+                ql_buf_add(word, at - names == 0 ? "\n" : "\t", 1);
+            else if (*s == '"' || *s == '\\')
+                ql_buf_add(word, s, 1);
+            else
+                ql_buf_add(word, s - 1, 2);
             continue;
         }
         ql_buf_add(word, s, 1);
@@ -72,8 +77,10 @@ static ql_status bracketed(const char *line, const char **p, ql_buf *word)
     for (; *s; s++) {
         ql_buf_add(word, s, 1);
         if (in) {
-            if (*s == '\\' && in == '"' && s[1]) ql_buf_add(word, ++s, 1);
-            else if (*s == in) in = 0;
+            if (*s == '\\' && in == '"' && s[1])
+                ql_buf_add(word, ++s, 1);
+            else if (*s == in)
+                in = 0;
             continue;
         }
         if (*s == '"' || *s == '\'') in = *s;
@@ -96,7 +103,8 @@ static ql_status read_word(const char *line, const char **at, ql_buf *b, ql_word
         int fresh = p == *at || (w->equals >= 0 && (size_t)w->equals + 1 == b->len);
         size_t n = *p == '{' ? unexpanded(p) : 0;
         if (n > 0)
-            QL_FAIL(QL_EINVAL, "column %d: %.*s was not filled in: there is no variable %.*s in this notebook",
+            QL_FAIL(QL_EINVAL,
+                    "column %d: %.*s was not filled in: there is no variable %.*s in this notebook",
                     (int)(p - line) + 1, (int)n, p, (int)n - 2, p + 1);
         if (*p == '"' || (*p == '\'' && fresh)) {
             w->quoted = w->quoted || w->equals < 0;
@@ -137,7 +145,8 @@ ql_status ql_line_parse(const char *line, ql_line *out)
     for (;;) {
         while (blank(*p)) p++;
         if (!*p || *p == '#') break;
-        if (l.n == WORDS_MAX) QL_GO(ql_fail(QL_EINVAL, "more than %d words in one line", WORDS_MAX));
+        if (l.n == WORDS_MAX)
+            QL_GO(ql_fail(QL_EINVAL, "more than %d words in one line", WORDS_MAX));
         ql_word *more = grow(l.words, l.n, sizeof *more);
         if (!more) QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
         l.words = more;
@@ -164,9 +173,11 @@ void ql_line_free(ql_line *line)
     memset(line, 0, sizeof *line);
 }
 
-/* ---- bodies ------------------------------------------------------------------------------------ */
+/* ---- bodies ------------------------------------------------------------------------------------
+ */
 
-static ql_status add_entry(ql_body *b, const char *key, size_t n_key, int line, int parent, ql_entry **out)
+static ql_status add_entry(ql_body *b, const char *key, size_t n_key, int line, int parent,
+                           ql_entry **out)
 {
     if (b->n == ENTRIES_MAX) QL_FAIL(QL_EINVAL, "line %d: more than %d entries", line, ENTRIES_MAX);
     ql_entry *more = grow(b->entries, b->n, sizeof *more);
@@ -183,7 +194,8 @@ static ql_status add_entry(ql_body *b, const char *key, size_t n_key, int line, 
     return QL_OK;
 }
 
-/* Which line a key of a JSON body stands on: jansson keeps no positions, and keys are written once. */
+/* Which line a key of a JSON body stands on: jansson keeps no positions, and keys are written once.
+ */
 static int line_of_key(const char *text, const char *key)
 {
     ql_buf b = {0};
@@ -226,12 +238,14 @@ static ql_status line_value(const char *p, const char *end, int line, ql_entry *
         if (!part) QL_FAIL(QL_ENOMEM, "out of memory");
         st = quoted(part, &s, &b);
         while (st == QL_OK && blank(*s)) s++;
-        if (st != QL_OK) ql_error_prefix("line %d: ", line);
+        if (st != QL_OK)
+            ql_error_prefix("line %d: ", line);
         else if (*s && *s != '#')
             st = ql_fail(QL_EINVAL, "line %d: '%.20s' stands behind the closing quote", line, s);
         free(part);
         QL_GO(st);
-        if (!(e->value = ql_text_json(ql_buf_str(&b), b.len))) QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
+        if (!(e->value = ql_text_json(ql_buf_str(&b), b.len)))
+            QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
     } else {
         const char *stop = p;
         while (stop < end && !(*stop == '#' && (stop == p || blank(stop[-1])))) stop++;
@@ -241,12 +255,14 @@ static ql_status line_value(const char *p, const char *end, int line, ql_entry *
             size_t n = *s == '{' ? unexpanded(s) : 0;
             if (n > 0)
                 QL_GO(ql_fail(QL_EINVAL,
-                              "line %d: %.*s is not filled in inside a %%%%qlora cell; write the value, or use a "
+                              "line %d: %.*s is not filled in inside a %%%%qlora cell; write the "
+                              "value, or use a "
                               "%%qlora line or qlora.run(…)",
                               line, (int)n, s));
         }
     }
-    if (b.failed || !(e->text = copy(ql_buf_str(&b), b.len))) st = ql_fail(QL_ENOMEM, "out of memory");
+    if (b.failed || !(e->text = copy(ql_buf_str(&b), b.len)))
+        st = ql_fail(QL_ENOMEM, "out of memory");
 out:
     ql_buf_free(&b);
     return st;
@@ -257,7 +273,8 @@ typedef struct {
 } level;
 
 /* Which section a line of this indentation stands in. */
-static ql_status find_parent(const ql_body *b, level *stack, int *depth, int indent, int line, int *parent)
+static ql_status find_parent(const ql_body *b, level *stack, int *depth, int indent, int line,
+                             int *parent)
 {
     while (*depth > 0 && stack[*depth - 1].indent > indent) --*depth;
     if (*depth > 0 && stack[*depth - 1].indent == indent) {
@@ -265,10 +282,12 @@ static ql_status find_parent(const ql_body *b, level *stack, int *depth, int ind
     } else if (b->n > 0) {
         /* Deeper than the line before it: that line must be a section's head. */
         const ql_entry *last = &b->entries[b->n - 1];
-        if (*depth == 0 || stack[*depth - 1].entry != b->n - 1 || !last->key || last->value || last->text[0])
+        if (*depth == 0 || stack[*depth - 1].entry != b->n - 1 || !last->key || last->value ||
+            last->text[0])
             QL_FAIL(QL_EINVAL, "line %d: its indentation fits no line above", line);
     }
-    if (*depth == DEPTH_MAX) QL_FAIL(QL_EINVAL, "line %d: more than %d levels of sections", line, DEPTH_MAX);
+    if (*depth == DEPTH_MAX)
+        QL_FAIL(QL_EINVAL, "line %d: more than %d levels of sections", line, DEPTH_MAX);
     *parent = *depth > 0 ? stack[*depth - 1].entry : -1;
     return QL_OK;
 }
@@ -289,11 +308,14 @@ static ql_status lines_body(const char *text, ql_body *out)
         if (!item) {
             while (k < end && *k != ':' && *k != '=') k++;
             if (k == end)
-                QL_FAIL(QL_EINVAL, "line %d: expected `key: value`, found '%.*s'", line, (int)ql_min64(end - s, 40), s);
+                QL_FAIL(QL_EINVAL, "line %d: expected `key: value`, found '%.*s'", line,
+                        (int)ql_min64(end - s, 40), s);
             rest = k + 1;
             while (k > s && blank(k[-1])) k--;
             if (k > s + 1 && (*s == '"' || *s == '\'') && k[-1] == *s) s++, k--;
-            if (k == s) QL_FAIL(QL_EINVAL, "line %d: there is no name in front of the '%c'", line, rest[-1]);
+            if (k == s)
+                QL_FAIL(QL_EINVAL, "line %d: there is no name in front of the '%c'", line,
+                        rest[-1]);
         } else if (parent < 0) {
             QL_FAIL(QL_EINVAL, "line %d: a list item that stands under no key", line);
         }
@@ -342,10 +364,12 @@ static ql_status children_value(const ql_body *b, int i, json_t **out)
         if (!all) all = c->key ? json_object() : json_array();
         if (!all || json_is_object(all) != (c->key != NULL)) {
             json_decref(all);
-            QL_FAIL(QL_EINVAL, "line %d: '%s' mixes list items and keys", c->line, e->key ? e->key : "-");
+            QL_FAIL(QL_EINVAL, "line %d: '%s' mixes list items and keys", c->line,
+                    e->key ? e->key : "-");
         }
         ql_status st = ql_body_value(b, k, &v);
-        if (st == QL_OK && (c->key ? json_object_set_new(all, c->key, v) : json_array_append_new(all, v)) < 0)
+        if (st == QL_OK &&
+            (c->key ? json_object_set_new(all, c->key, v) : json_array_append_new(all, v)) < 0)
             st = ql_fail(QL_EINVAL, "line %d: this name is not UTF-8", c->line);
         if (st != QL_OK) {
             json_decref(all);

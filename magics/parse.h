@@ -3,12 +3,12 @@
  *   load "my model" --dtype nf4 --seed=7   # a comment
  *   train --max_steps 200;                 a trailing ; silences
  *
- * Words are split at blanks. "…" knows \" \\ \n \t, '…' is literal, and a word that opens with [ or {
- * runs to its own closing bracket, so that a JSON list needs no quoting. A {name} that IPython has not
- * expanded is an error that names it.
+ * Words are split at blanks. "…" knows \" \\ \n \t, '…' is literal, and a word that opens with [ or
+ * { runs to its own closing bracket, so that a JSON list needs no quoting. A {name} that IPython
+ * has not expanded is an error that names it.
  *
- * The body of %%qlora config is `key: value` lines (comments, sections by indentation, `- item` lists)
- * or JSON when it starts with {. */
+ * The body of %%qlora config is `key: value` lines (comments, sections by indentation, `- item`
+ * lists) or JSON when it starts with {. */
 #ifndef QL_PARSE_H
 #define QL_PARSE_H
 
@@ -47,8 +47,8 @@ typedef struct {
 
 ql_status ql_body_parse(const char *text, ql_body *out);
 void ql_body_free(ql_body *body);
-/* The value of entry i as JSON: its own, its children as an object or a list, or its text read as JSON
- * where it is that (numbers, true, false, null) and as a string otherwise. A new reference. */
+/* The value of entry i as JSON: its own, its children as an object or a list, or its text read as
+ * JSON where it is that (numbers, true, false, null) and as a string otherwise. A new reference. */
 ql_status ql_body_value(const ql_body *body, int i, json_t **out);
 
 #endif

@@ -63,8 +63,10 @@ ql_status ql_magics_run(ql_magics *m, const char *line, const char *body, json_t
         json_decref(result);
         result = NULL;
     }
-    if (st == QL_OK) *out = result;
-    else json_decref(result);
+    if (st == QL_OK)
+        *out = result;
+    else
+        json_decref(result);
     ql_call_free(&call);
     return st;
 }
@@ -76,8 +78,9 @@ const json_t *ql_magics_last(const ql_magics *m)
 
 ql_status ql_result(const char *kind, const char *repr, json_t *data, json_t *bundle, json_t **out)
 {
-    json_t *r = json_pack("{s:s, s:o, s:o, s:o}", "kind", kind, "repr", ql_text_json(repr, strlen(repr)), "data",
-                          data ? data : json_object(), "bundle", bundle ? bundle : json_null());
+    json_t *r =
+        json_pack("{s:s, s:o, s:o, s:o}", "kind", kind, "repr", ql_text_json(repr, strlen(repr)),
+                  "data", data ? data : json_object(), "bundle", bundle ? bundle : json_null());
     if (!r) QL_FAIL(QL_ENOMEM, "no memory for a result");
     *out = r;
     return QL_OK;
@@ -96,7 +99,8 @@ int64_t ql_session_world(const ql_magics *m, const ql_job *job)
 {
     const char *devices = ql_job_str(job, "devices");
     if (!devices) return 0;
-    if (strncmp(devices, "cpu", 3) == 0) return devices[3] == ':' ? strtoll(devices + 4, NULL, 10) : 1;
+    if (strncmp(devices, "cpu", 3) == 0)
+        return devices[3] == ':' ? strtoll(devices + 4, NULL, 10) : 1;
     if (devices[strcspn(devices, "0123456789")]) {
         int64_t n = 1;
         for (const char *p = devices; *p; p++) n += *p == ',';
@@ -109,7 +113,8 @@ int64_t ql_session_world(const ql_magics *m, const ql_job *job)
 ql_status ql_session_need_model(const ql_magics *m)
 {
     const char *model = ql_job_str(m->job, "model");
-    if (!model || !*model) QL_FAIL(QL_EINVAL, "no model yet: %%qlora load MODEL (`tiny` comes along)");
+    if (!model || !*model)
+        QL_FAIL(QL_EINVAL, "no model yet: %%qlora load MODEL (`tiny` comes along)");
     return QL_OK;
 }
 
@@ -137,7 +142,8 @@ static void suggest_run(ql_magics *m, const char *name, char *near, size_t size)
     const char *names[256];
     int n = 0;
     for (size_t i = 0; i < json_array_size(all) && n < 256; i++)
-        if (strncmp(json_string_value(json_array_get(all, i)), "--", 2) != 0) names[n++] = json_string_value(json_array_get(all, i));
+        if (strncmp(json_string_value(json_array_get(all, i)), "--", 2) != 0)
+            names[n++] = json_string_value(json_array_get(all, i));
     ql_verb_nearest(name, names, n, near, size);
     if (!near[0] && n > 0) snprintf(near, size, "there is '%s'", names[n - 1]);
     json_decref(all);
@@ -147,7 +153,8 @@ ql_status ql_session_run_path(ql_magics *m, const char *name, char **path)
 {
     char *p = NULL, near[120];
     if (!name) {
-        if (!m->last_path) QL_FAIL(QL_EINVAL, "there is no run yet in this notebook; name one, or %%qlora train");
+        if (!m->last_path)
+            QL_FAIL(QL_EINVAL, "there is no run yet in this notebook; name one, or %%qlora train");
         if (!(*path = strdup(m->last_path))) QL_FAIL(QL_ENOMEM, "out of memory");
         return QL_OK;
     }
@@ -162,7 +169,8 @@ ql_status ql_session_run_path(ql_magics *m, const char *name, char **path)
         return QL_OK;
     }
     suggest_run(m, name, near, sizeof near);
-    QL_FAIL(QL_EINVAL, "no run '%s' under %s, and no such file%s%s", name, m->runs, near[0] ? "; " : "", near);
+    QL_FAIL(QL_EINVAL, "no run '%s' under %s, and no such file%s%s", name, m->runs,
+            near[0] ? "; " : "", near);
 }
 
 ql_status ql_session_run_report(ql_magics *m, const char *name, json_t **out)
@@ -180,7 +188,9 @@ ql_status ql_session_run_report(ql_magics *m, const char *name, json_t **out)
         /* A bare trainer_state.json is known by its folder. */
         if (strcmp(base, "trainer_state.json") == 0 && base > path + 1) {
             folder = strndup(path, (size_t)(base - path) - 1);
-            base = folder && strrchr(folder, '/') ? strrchr(folder, '/') + 1 : folder ? folder : path;
+            base = folder && strrchr(folder, '/') ? strrchr(folder, '/') + 1
+                   : folder                       ? folder
+                                                  : path;
         }
         json_object_set_new(r, "name", ql_text_json(base, strlen(base)));
         json_object_set(r, "history", json_object_get(r, "log_history"));
@@ -198,4 +208,33 @@ json_t *ql_read_json_file(const char *path)
     json_t *v = json_load_file(path, JSON_REJECT_DUPLICATES, &err);
     if (!v) ql_fail(QL_EINVAL, "%s: %s (line %d)", path, err.text, err.line);
     return v;
+}
+
+/* The job that a run was started with, from its folder; the notebook's own where none is stored. */
+ql_status ql_session_run_job(ql_magics *m, const char *path, ql_job **job)
+{
+    char file[4096];
+    struct stat s;
+    snprintf(file, sizeof file, "%s/job.json", path);
+    if (stat(file, &s) < 0) return ql_job_copy(m->job, job);
+    json_t *v = ql_read_json_file(file);
+    if (!v) return ql_error_code();
+    ql_status st = ql_job_from_json(v, job);
+    if (st != QL_OK) ql_error_prefix("%s: ", file);
+    json_decref(v);
+    return st;
+}
+
+/* Where an adapter lies: a run's folder, or null for the base model (`none`). */
+ql_status ql_session_adapter(ql_magics *m, const char *run, json_t **adapter)
+{
+    char *path = NULL;
+    if ((run && strcmp(run, "none") == 0) || (!run && !m->last_path)) {
+        *adapter = json_null();
+        return QL_OK;
+    }
+    QL_TRY(ql_session_run_path(m, run, &path));
+    *adapter = ql_text_json(path, strlen(path));
+    free(path);
+    return QL_OK;
 }

@@ -20,17 +20,23 @@ struct ql_magics {
     int displays;    /* numbers display ids */
 };
 
-/* A verb's result: {"kind", "repr", "data", "bundle"}. bundle NULL: all was shown already. Takes data and bundle. */
+/* A verb's result: {"kind", "repr", "data", "bundle"}. bundle NULL: all was shown already. Takes
+ * data and bundle. */
 ql_status ql_result(const char *kind, const char *repr, json_t *data, json_t *bundle, json_t **out);
 
 ql_status ql_session_devices(ql_magics *m, json_t **borrowed);
 /* How many devices the job will use, as far as that is known without asking: 0 otherwise. */
 int64_t ql_session_world(const ql_magics *m, const ql_job *job);
 ql_status ql_session_need_model(const ql_magics *m);
-/* A run's name, folder, checkpoint or trainer_state.json → its path; NULL: the last run. Frees with free(). */
+/* A run's name, folder, checkpoint or trainer_state.json → its path; NULL: the last run. Frees with
+ * free(). */
 ql_status ql_session_run_path(ql_magics *m, const char *name, char **path);
 /* ql_run_report with its "name" and "path". */
 ql_status ql_session_run_report(ql_magics *m, const char *name, json_t **out);
+/* The job that a run was started with; the notebook's own where none is stored. */
+ql_status ql_session_run_job(ql_magics *m, const char *path, ql_job **job);
+/* The adapter of a run as the engine takes it: its folder, or null for `none` (the base model). */
+ql_status ql_session_adapter(ql_magics *m, const char *run, json_t **adapter);
 /* A bundled name → its folder, else the text itself. Frees with free(). */
 char *ql_session_bundled(const ql_magics *m, const char *name);
 json_t *ql_read_json_file(const char *path); /* NULL and an error text */

@@ -2,7 +2,8 @@
  *
  *   qlora first.qlora          a verb a line, with or without %qlora; # comments
  *   qlora -c 'load tiny' -c train
- *   %%qlora config             a body runs to the next blank line or the next line that begins with %
+ *   %%qlora config             a body runs to the next blank line or the next line that begins with
+ * %
  */
 #include "magics/magics.h"
 #include "magics/view.h"
@@ -26,7 +27,8 @@ static ql_status show(void *self, const json_t *bundle, const char *id, ql_show_
 {
     (void)self, (void)id;
     /* What is replaced again and again is told in lines (QL_FOLLOW_LINES) instead. */
-    if (how == QL_SHOW_NEW) printf("%s\n", ql_jstr(json_object_get(bundle, "data"), "text/plain", ""));
+    if (how == QL_SHOW_NEW)
+        printf("%s\n", ql_jstr(json_object_get(bundle, "data"), "text/plain", ""));
     fflush(stdout);
     return QL_OK;
 }
@@ -151,9 +153,13 @@ int main(int argc, char **argv)
     struct sigaction act = {.sa_handler = on_signal}; /* no SA_RESTART: a stop must end the wait */
     sigaction(SIGINT, &act, NULL);
     char *engine = beside(self, "qlora-engine"), *bundled = beside(self, "notebooks");
-    const char *given = getenv("QLORA_ENGINE"), *runs = getenv("QLORA_RUNS"), *folder = getenv("QLORA_BUNDLED");
+    const char *given = getenv("QLORA_ENGINE"), *runs = getenv("QLORA_RUNS"),
+               *folder = getenv("QLORA_BUNDLED");
     ql_host host = {.show = show, .print = print, .interrupts = interrupts};
-    ql_magics_options o = {.engine = given ? given : engine, .runs = runs, .bundled = folder ? folder : bundled, .follow = QL_FOLLOW_LINES};
+    ql_magics_options o = {.engine = given ? given : engine,
+                           .runs = runs,
+                           .bundled = folder ? folder : bundled,
+                           .follow = QL_FOLLOW_LINES};
     ql_magics *m;
     ql_status st = ql_magics_open(&o, &host, &m);
     if (st != QL_OK) {

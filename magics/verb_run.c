@@ -1,4 +1,4 @@
-/* Verbs that make the engine work: train, resume, baseline, eval, generate, verify, bench, memory, unload. */
+/* Verbs that make runs: train, resume, baseline. */
 #include "magics/session.h"
 #include "magics/view.h"
 
@@ -10,15 +10,16 @@
 #include <string.h>
 #include <sys/stat.h>
 
-/* ---- a run ------------------------------------------------------------------------------------------ */
+/* ---- a run
+ * ------------------------------------------------------------------------------------------ */
 
 typedef struct {
     ql_magics *m;
-    ql_job *job;      /* borrowed */
-    const char *name; /* of the run */
-    const char *path; /* its folder */
+    ql_job *job;        /* borrowed */
+    const char *name;   /* of the run */
+    const char *path;   /* its folder */
     const char *resume; /* checkpoint, NULL: fresh */
-    int64_t steps;    /* 0: all */
+    int64_t steps;      /* 0: all */
     int every;
     const json_t *before, *against;
 } run_request;
@@ -28,7 +29,8 @@ static void spark(const json_t *history, int columns, ql_buf *b)
     size_t n = json_array_size(history), k = 0;
     double *y = calloc(n + 1, sizeof *y);
     for (size_t i = 0; y && i < n; i++)
-        if (json_object_get(json_array_get(history, i), "loss")) y[k++] = ql_jnum(json_array_get(history, i), "loss", (double)NAN);
+        if (json_object_get(json_array_get(history, i), "loss"))
+            y[k++] = ql_jnum(json_array_get(history, i), "loss", (double)NAN);
     if (y && k > 1 && columns > 3) {
         ql_buf_put(b, " ");
         ql_sparkline(b, y, (int)k, columns < 16 ? columns : 16);
@@ -51,23 +53,29 @@ static void run_line(const char *name, const json_t *record, const json_t *resul
 {
     const json_t *history = json_object_get(record, "history");
     ql_buf_printf(b, "%s: %lld steps", name, (long long)ql_jint(record, "step", 0));
-    double seconds = ql_jnum(result, "train_runtime", (double)NAN), speed = ql_jnum(result, "tokens_per_second", (double)NAN);
+    double seconds = ql_jnum(result, "train_runtime", (double)NAN),
+           speed = ql_jnum(result, "tokens_per_second", (double)NAN);
     if (isfinite(seconds)) ql_buf_printf(b, " in %s", ql_fmt_time(seconds).s);
-    if (isfinite(edge_loss(history, 0))) ql_buf_printf(b, ", loss %.4f → %.4f", edge_loss(history, 0), edge_loss(history, 1));
+    if (isfinite(edge_loss(history, 0)))
+        ql_buf_printf(b, ", loss %.4f → %.4f", edge_loss(history, 0), edge_loss(history, 1));
     if (isfinite(speed)) ql_buf_printf(b, ", %s tokens/s", ql_fmt_count(speed).s);
 }
 
-/* The record of a run, as its result and as `last`: what was seen, what the engine says, where it is. */
-static json_t *run_data(const run_request *q, const ql_live *live, const json_t *result, const char *state)
+/* The record of a run, as its result and as `last`: what was seen, what the engine says, where it
+ * is. */
+static json_t *run_data(const run_request *q, const ql_live *live, const json_t *result,
+                        const char *state)
 {
     json_t *d = ql_live_record(live);
     json_object_set_new(d, "name", ql_text_json(q->name, strlen(q->name)));
     json_object_set_new(d, "path", ql_text_json(q->path, strlen(q->path)));
     json_object_set_new(d, "state", json_string(state));
     json_object_set_new(d, "job", ql_job_json(q->job));
-    static const char *const keys[] = {"train_loss", "train_runtime", "tokens_per_second", "adapter", "checkpoint"};
+    static const char *const keys[] = {"train_loss", "train_runtime", "tokens_per_second",
+                                       "adapter", "checkpoint"};
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
-        if (json_object_get(result, keys[i])) json_object_set(d, keys[i], json_object_get(result, keys[i]));
+        if (json_object_get(result, keys[i]))
+            json_object_set(d, keys[i], json_object_get(result, keys[i]));
     return d;
 }
 
@@ -76,7 +84,8 @@ static ql_status remember(ql_magics *m, const run_request *q, json_t *data)
     ql_buf line = {0};
     json_t *r = NULL;
     run_line(q->name, data, data, &line);
-    spark(json_object_get(data, "history"), QL_VIEW_COLUMNS - 1 - ql_text_width(ql_buf_str(&line)), &line);
+    spark(json_object_get(data, "history"), QL_VIEW_COLUMNS - 1 - ql_text_width(ql_buf_str(&line)),
+          &line);
     ql_status st = ql_result("run", ql_buf_str(&line), data, NULL, &r);
     ql_buf_free(&line);
     QL_TRY(st);
@@ -100,7 +109,8 @@ static void resume_words(const run_request *q, ql_buf *b)
     ql_buf_printf(b, "%%qlora resume %s", strcmp(usual, q->path) == 0 ? q->name : q->path);
 }
 
-/* How many of the shared steps have the same loss: by the bits that the engine reports, else by value. */
+/* How many of the shared steps have the same loss: by the bits that the engine reports, else by
+ * value. */
 static void compare(const json_t *a, const json_t *b, int64_t *shared, int64_t *same, double *worst)
 {
     size_t i, k;
@@ -112,11 +122,14 @@ static void compare(const json_t *a, const json_t *b, int64_t *shared, int64_t *
         if (!json_object_get(x, "loss")) continue;
         json_array_foreach((json_t *)b, k, y)
         {
-            if (!json_object_get(y, "loss") || ql_jint(x, "step", -1) != ql_jint(y, "step", -2)) continue;
+            if (!json_object_get(y, "loss") || ql_jint(x, "step", -1) != ql_jint(y, "step", -2))
+                continue;
             const char *p = ql_jstr(x, "loss_bits", NULL), *r = ql_jstr(y, "loss_bits", NULL);
             double d = fabs(ql_jnum(x, "loss", (double)NAN) - ql_jnum(y, "loss", (double)NAN));
             ++*shared;
-            *same += p && r ? strcmp(p, r) == 0 : json_equal((json_t *)json_object_get(x, "loss"), (json_t *)json_object_get(y, "loss"));
+            *same += p && r ? strcmp(p, r) == 0
+                            : json_equal((json_t *)json_object_get(x, "loss"),
+                                         (json_t *)json_object_get(y, "loss"));
             if (d > *worst) *worst = d;
         }
     }
@@ -127,13 +140,17 @@ static void verdict(const json_t *report, const json_t *record, ql_buf *b)
 {
     int64_t shared, same;
     double worst;
-    compare(json_object_get(report, "history"), json_object_get(record, "history"), &shared, &same, &worst);
-    if (shared == 0) ql_buf_printf(b, "no step in common with %s", ql_jstr(report, "name", "the run"));
-    else ql_buf_printf(b, "%lld/%lld losses: same bits", (long long)same, (long long)shared);
+    compare(json_object_get(report, "history"), json_object_get(record, "history"), &shared, &same,
+            &worst);
+    if (shared == 0)
+        ql_buf_printf(b, "no step in common with %s", ql_jstr(report, "name", "the run"));
+    else
+        ql_buf_printf(b, "%lld/%lld losses: same bits", (long long)same, (long long)shared);
     if (same < shared) ql_buf_printf(b, "; largest difference %s", ql_fmt_num(worst, 3).s);
 }
 
-static void final_note(const run_request *q, ql_status st, const json_t *result, const json_t *record, ql_buf *b)
+static void final_note(const run_request *q, ql_status st, const json_t *result,
+                       const json_t *record, ql_buf *b)
 {
     if (st == QL_OK) {
         ql_buf_printf(b, "done: ");
@@ -144,8 +161,8 @@ static void final_note(const run_request *q, ql_status st, const json_t *result,
             verdict(q->against, record, b);
         }
     } else if (st == QL_ESTOP && ql_jstr(result, "checkpoint", NULL)) {
-        ql_buf_printf(b, "stopped at step %lld; checkpoint %s; go on with ", (long long)ql_jint(result, "step", 0),
-                      ql_jstr(result, "checkpoint", ""));
+        ql_buf_printf(b, "stopped at step %lld; checkpoint %s; go on with ",
+                      (long long)ql_jint(result, "step", 0), ql_jstr(result, "checkpoint", ""));
         resume_words(q, b);
     } else if (st == QL_ESTOP && result) {
         ql_buf_printf(b, "stopped before the first step of %s", q->name);
@@ -160,16 +177,24 @@ static void final_note(const run_request *q, ql_status st, const json_t *result,
     }
 }
 
-/* Runs it with a live view; *data: the run's record, also when it was stopped or failed (NULL: it never began). */
+/* Runs it with a live view; *data: the run's record, also when it was stopped or failed (NULL: it
+ * never began). */
 static ql_status run_job(const run_request *q, json_t **data)
 {
     ql_magics *m = q->m;
     ql_live *live = NULL;
     json_t *result = NULL;
     ql_buf note = {0};
-    ql_live_options o = {.host = &m->host, .follow = m->follow, .lines_every = q->every > 0 ? q->every : m->lines_every, .name = q->name,
-                         .number = ++m->displays, .steps = q->steps, .before = q->before, .against = q->against};
-    json_t *cmd = json_pack("{s:s, s:o, s:s}", "cmd", "train", "job", ql_job_json(q->job), "run", q->path);
+    ql_live_options o = {.host = &m->host,
+                         .follow = m->follow,
+                         .lines_every = q->every > 0 ? q->every : m->lines_every,
+                         .name = q->name,
+                         .number = ++m->displays,
+                         .steps = q->steps,
+                         .before = q->before,
+                         .against = q->against};
+    json_t *cmd =
+        json_pack("{s:s, s:o, s:s}", "cmd", "train", "job", ql_job_json(q->job), "run", q->path);
     ql_status st = cmd ? ql_live_open(&o, &live) : ql_fail(QL_EINVAL, "a run's path must be UTF-8");
     QL_GO(st);
     if (q->resume) json_object_set_new(cmd, "resume", json_string(q->resume));
@@ -201,7 +226,8 @@ static ql_status new_run(ql_magics *m, const ql_job *job, char *name, size_t siz
     const char *dir = ql_job_str(job, "output_dir"), *given = ql_job_str(job, "run_name");
     struct stat s;
     if (given && *given) {
-        if (strlen(given) >= size || strchr(given, '/')) QL_FAIL(QL_EINVAL, "run_name '%.60s' cannot be a folder's name", given);
+        if (strlen(given) >= size || strchr(given, '/'))
+            QL_FAIL(QL_EINVAL, "run_name '%.60s' cannot be a folder's name", given);
         snprintf(name, size, "%s", given);
     } else if (dir && *dir) {
         const char *slash = strrchr(dir, '/');
@@ -209,12 +235,15 @@ static ql_status new_run(ql_magics *m, const ql_job *job, char *name, size_t siz
     } else {
         QL_TRY(ql_run_next_name(m->runs, name, size));
     }
-    if ((dir && *dir ? asprintf(path, "%s", dir) : asprintf(path, "%s/%s", m->runs, name)) < 0) QL_FAIL(QL_ENOMEM, "out of memory");
+    if ((dir && *dir ? asprintf(path, "%s", dir) : asprintf(path, "%s/%s", m->runs, name)) < 0)
+        QL_FAIL(QL_ENOMEM, "out of memory");
     char *events = NULL;
     int used = asprintf(&events, "%s/events.jsonl", *path) > 0 && stat(events, &s) == 0;
     free(events);
     if (!used) return QL_OK;
-    ql_status st = ql_fail(QL_EINVAL, "%s already holds a run: choose another run_name, or %%qlora resume %s", *path, name);
+    ql_status st =
+        ql_fail(QL_EINVAL, "%s already holds a run: choose another run_name, or %%qlora resume %s",
+                *path, name);
     free(*path);
     *path = NULL;
     return st;
@@ -223,7 +252,8 @@ static ql_status new_run(ql_magics *m, const ql_job *job, char *name, size_t siz
 static ql_status need_job(const ql_magics *m, const ql_job *job)
 {
     QL_TRY(ql_session_need_model(m));
-    if (!ql_job_str(job, "data")) QL_FAIL(QL_EINVAL, "no data yet: %%qlora data FILE, or a variable's name");
+    if (!ql_job_str(job, "data"))
+        QL_FAIL(QL_EINVAL, "no data yet: %%qlora data FILE, or a variable's name");
     return ql_job_check(job);
 }
 
@@ -251,7 +281,11 @@ ql_status ql_verb_train(ql_magics *m, const ql_call *call, json_t **out)
     QL_GO(ql_call_apply(call, job));
     QL_GO(need_job(m, job));
     QL_GO(new_run(m, job, name, sizeof name, &path));
-    run_request q = {.m = m, .job = job, .name = name, .path = path, .every = (int)ql_call_int(call, "every", 0)};
+    run_request q = {.m = m,
+                     .job = job,
+                     .name = name,
+                     .path = path,
+                     .every = (int)ql_call_int(call, "every", 0)};
     st = run_and_answer(&q, out);
 out:
     ql_job_free(job);
@@ -259,24 +293,11 @@ out:
     return st;
 }
 
-/* ---- resume ------------------------------------------------------------------------------------------- */
+/* ---- resume
+ * ------------------------------------------------------------------------------------------- */
 
-/* The job that a run was started with, from its folder; the notebook's own where none is stored. */
-static ql_status stored_job(ql_magics *m, const char *path, ql_job **job)
-{
-    char file[4096];
-    struct stat s;
-    snprintf(file, sizeof file, "%s/job.json", path);
-    if (stat(file, &s) < 0) return ql_job_copy(m->job, job);
-    json_t *v = ql_read_json_file(file);
-    if (!v) return ql_error_code();
-    ql_status st = ql_job_from_json(v, job);
-    if (st != QL_OK) ql_error_prefix("%s: ", file);
-    json_decref(v);
-    return st;
-}
-
-/* "runs/run-1/checkpoint-40" → the run's folder in place and 1; a run's folder stays and gives 0. */
+/* "runs/run-1/checkpoint-40" → the run's folder in place and 1; a run's folder stays and gives 0.
+ */
 static int cut_checkpoint(char *path)
 {
     size_t n = strlen(path);
@@ -300,16 +321,22 @@ ql_status ql_verb_resume(ql_magics *m, const ql_call *call, json_t **out)
     if (!named) {
         const json_t *all = json_object_get(report, "checkpoints");
         const char *last = ql_jstr(json_array_get(all, json_array_size(all) - 1), "path", NULL);
-        if (!last) QL_GO(ql_fail(QL_EINVAL, "%s has no checkpoint to go on from; train again", path));
+        if (!last)
+            QL_GO(ql_fail(QL_EINVAL, "%s has no checkpoint to go on from; train again", path));
         free(checkpoint);
         if (!(checkpoint = strdup(last))) QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
     }
-    QL_GO(stored_job(m, path, &job));
+    QL_GO(ql_session_run_job(m, path, &job));
     QL_GO(ql_call_apply(call, job));
     QL_GO(ql_job_check(job));
     const char *slash = strrchr(path, '/');
-    run_request q = {.m = m, .job = job, .name = slash ? slash + 1 : path, .path = path, .resume = checkpoint,
-                     .every = (int)ql_call_int(call, "every", 0), .before = json_object_get(report, "log_history")};
+    run_request q = {.m = m,
+                     .job = job,
+                     .name = slash ? slash + 1 : path,
+                     .path = path,
+                     .resume = checkpoint,
+                     .every = (int)ql_call_int(call, "every", 0),
+                     .before = json_object_get(report, "log_history")};
     st = run_and_answer(&q, out);
 out:
     ql_job_free(job);
@@ -319,14 +346,16 @@ out:
     return st;
 }
 
-/* ---- baseline ----------------------------------------------------------------------------------------- */
+/* ---- baseline
+ * ----------------------------------------------------------------------------------------- */
 
 /* The same samples per step on one device: its share of micro-batches is everybody's. */
 static ql_status one_device(ql_job *job, int64_t world)
 {
     const char *devices = ql_job_str(job, "devices");
     int64_t g = ql_job_int(job, "gradient_accumulation_steps");
-    if (world > 1 && g > INT64_MAX / world) QL_FAIL(QL_EINVAL, "gradient_accumulation_steps %lld is too large", (long long)g);
+    if (world > 1 && g > INT64_MAX / world)
+        QL_FAIL(QL_EINVAL, "gradient_accumulation_steps %lld is too large", (long long)g);
     int cpu = (devices && strncmp(devices, "cpu", 3) == 0) || ql_job_bool(job, "use_cpu");
     const char *one = cpu ? "cpu" : "0";
     char first[16] = "";
@@ -334,7 +363,8 @@ static ql_status one_device(ql_job *job, int64_t world)
     if (!cpu && devices) {
         const char *p = strncmp(devices, "cuda:", 5) == 0 ? devices + 5 : devices;
         size_t n = strspn(p, "0123456789");
-        if (n > 0 && n < sizeof first) snprintf(first, sizeof first, "%.*s", (int)n, p), one = first;
+        if (n > 0 && n < sizeof first)
+            snprintf(first, sizeof first, "%.*s", (int)n, p), one = first;
     }
     json_t *v = json_integer(g * (world > 0 ? world : 1)), *d = json_string(one);
     ql_status st = ql_job_set(job, "gradient_accumulation_steps", v);
@@ -355,8 +385,10 @@ static ql_status baseline_name(ql_magics *m, const char *of, char *name, size_t 
 {
     struct stat s;
     for (int i = 1; i < 1000; i++) {
-        if (i == 1) snprintf(name, size, "%.80s-baseline", of);
-        else snprintf(name, size, "%.80s-baseline-%d", of, i);
+        if (i == 1)
+            snprintf(name, size, "%.80s-baseline", of);
+        else
+            snprintf(name, size, "%.80s-baseline-%d", of, i);
         if (asprintf(path, "%s/%s", m->runs, name) < 0) QL_FAIL(QL_ENOMEM, "out of memory");
         if (stat(*path, &s) < 0) return QL_OK;
         free(*path);
@@ -365,15 +397,20 @@ static ql_status baseline_name(ql_magics *m, const char *of, char *name, size_t 
     QL_FAIL(QL_EINVAL, "there are 1,000 baselines of %s already", of);
 }
 
-static ql_status baseline_answer(const run_request *q, const json_t *report, json_t *data, json_t **out)
+static ql_status baseline_answer(const run_request *q, const json_t *report, json_t *data,
+                                 json_t **out)
 {
     int64_t shared, same;
     double worst;
     ql_buf b = {0};
-    compare(json_object_get(report, "history"), json_object_get(data, "history"), &shared, &same, &worst);
+    compare(json_object_get(report, "history"), json_object_get(data, "history"), &shared, &same,
+            &worst);
     verdict(report, data, &b);
-    json_object_set_new(data, "baseline", json_pack("{s:O, s:I, s:I, s:f, s:o}", "of", json_object_get(report, "name"), "shared",
-                                                    (json_int_t)shared, "same", (json_int_t)same, "worst", worst, "verdict", ql_buf_json(&b)));
+    json_object_set_new(data, "baseline",
+                        json_pack("{s:O, s:I, s:I, s:f, s:o}", "of",
+                                  json_object_get(report, "name"), "shared", (json_int_t)shared,
+                                  "same", (json_int_t)same, "worst", worst, "verdict",
+                                  ql_buf_json(&b)));
     ql_buf_clear(&b);
     ql_buf_printf(&b, "%s: ", q->name);
     verdict(report, data, &b);
@@ -387,8 +424,8 @@ static void cut_history(json_t *report, int64_t steps)
 {
     json_t *kept = json_array(), *r;
     size_t i;
-    json_array_foreach(json_object_get(report, "history"), i, r)
-        if (ql_jint(r, "step", 0) <= steps) json_array_append(kept, r);
+    json_array_foreach(json_object_get(report, "history"), i, r) if (ql_jint(r, "step", 0) <= steps)
+        json_array_append(kept, r);
     json_object_set_new(report, "history", kept);
 }
 
@@ -401,15 +438,22 @@ ql_status ql_verb_baseline(ql_magics *m, const ql_call *call, json_t **out)
     const char *of = call->n_args ? call->args[0] : NULL;
     QL_TRY(ql_session_run_path(m, of, &theirs));
     QL_GO(ql_session_run_report(m, of, &report));
-    QL_GO(stored_job(m, theirs, &job));
+    QL_GO(ql_session_run_job(m, theirs, &job));
     int64_t world = ql_jint(json_object_get(report, "start"), "world", 1);
     QL_GO(one_device(job, world));
     QL_GO(baseline_name(m, ql_jstr(report, "name", "run"), name, sizeof name, &path));
-    snprintf(line, sizeof line, "baseline: one device, gradient_accumulation_steps %lld, so that a step is the same samples\n",
+    snprintf(line, sizeof line,
+             "baseline: one device, gradient_accumulation_steps %lld, so that a step is the same "
+             "samples\n",
              (long long)ql_job_int(job, "gradient_accumulation_steps"));
     m->host.print(m->host.self, line);
     cut_history(report, ql_call_int(call, "steps", 20));
-    run_request q = {.m = m, .job = job, .name = name, .path = path, .steps = ql_call_int(call, "steps", 20), .against = report};
+    run_request q = {.m = m,
+                     .job = job,
+                     .name = name,
+                     .path = path,
+                     .steps = ql_call_int(call, "steps", 20),
+                     .against = report};
     st = run_job(&q, &data);
     if (st == QL_OK) st = baseline_answer(&q, report, data, out);
 out:
@@ -418,275 +462,5 @@ out:
     json_decref(data);
     free(path);
     free(theirs);
-    return st;
-}
-
-/* ---- commands with one answer ------------------------------------------------------------------------- */
-
-/* Where an adapter lies: a run's folder, or null for the base model (`none`). */
-static ql_status adapter_of(ql_magics *m, const char *run, json_t **adapter)
-{
-    char *path = NULL;
-    if ((run && strcmp(run, "none") == 0) || (!run && !m->last_path)) {
-        *adapter = json_null();
-        return QL_OK;
-    }
-    QL_TRY(ql_session_run_path(m, run, &path));
-    *adapter = ql_text_json(path, strlen(path));
-    free(path);
-    return QL_OK;
-}
-
-/* Sends cmd with a live view for loading and progress; name: what is written on it. */
-static ql_status ask(ql_magics *m, json_t *cmd, const char *name, json_t **result, json_t **record)
-{
-    ql_live *live = NULL;
-    ql_live_options o = {.host = &m->host, .follow = m->follow, .name = name, .number = ++m->displays};
-    QL_TRY(ql_live_open(&o, &live));
-    ql_status st = ql_client_command(m->client, cmd, ql_live_event, ql_live_tick, live, result);
-    ql_status shown = ql_live_finish(live, st == QL_OK ? "done" : st == QL_ESTOP ? "stopped" : "failed", NULL);
-    if (st == QL_OK) st = shown;
-    if (record && st == QL_OK) *record = ql_live_record(live);
-    ql_live_close(live);
-    return st;
-}
-
-ql_status ql_verb_eval(ql_magics *m, const ql_call *call, json_t **out)
-{
-    json_t *cmd = NULL, *adapter = NULL, *result = NULL;
-    ql_job *job = NULL;
-    char line[80];
-    ql_status st = QL_OK;
-    QL_TRY(ql_session_need_model(m));
-    QL_GO(ql_job_copy(m->job, &job));
-    QL_GO(ql_call_apply(call, job));
-    QL_GO(ql_job_check(job));
-    QL_GO(adapter_of(m, call->n_args ? call->args[0] : NULL, &adapter));
-    cmd = json_pack("{s:s, s:o, s:O}", "cmd", "eval", "job", ql_job_json(job), "adapter", adapter);
-    QL_GO(ask(m, cmd, "eval", &result, NULL));
-    snprintf(line, sizeof line, "eval_loss %.4f", ql_jnum(result, "eval_loss", (double)NAN));
-    st = ql_result("eval", line, json_incref(result), ql_view_eval(result), out);
-out:
-    ql_job_free(job);
-    json_decref(cmd);
-    json_decref(adapter);
-    json_decref(result);
-    return st;
-}
-
-ql_status ql_verb_verify(ql_magics *m, const ql_call *call, json_t **out)
-{
-    json_t *cmd = NULL, *result = NULL;
-    ql_job *job = NULL;
-    char *path = NULL;
-    ql_status st = QL_OK;
-    QL_TRY(ql_session_run_path(m, call->n_args ? call->args[0] : NULL, &path));
-    QL_GO(stored_job(m, path, &job));
-    cmd = json_pack("{s:s, s:o, s:s}", "cmd", "verify", "job", ql_job_json(job), "run", path);
-    if (!cmd) QL_GO(ql_fail(QL_EINVAL, "a run's path must be UTF-8"));
-    QL_GO(ask(m, cmd, "verify", &result, NULL));
-    st = ql_result("verify", "qlora verify", json_incref(result), ql_view_verify(result), out);
-out:
-    ql_job_free(job);
-    json_decref(cmd);
-    json_decref(result);
-    free(path);
-    return st;
-}
-
-ql_status ql_verb_bench(ql_magics *m, const ql_call *call, json_t **out)
-{
-    json_t *result = NULL, *cmd = json_pack("{s:s, s:o, s:I}", "cmd", "bench", "job", ql_job_json(m->job), "seconds",
-                                            (json_int_t)ql_call_int(call, "seconds", 60));
-    ql_status st = ask(m, cmd, "bench", &result, NULL);
-    if (st == QL_OK) st = ql_result("bench", "qlora bench", json_incref(result), ql_view_bench(result), out);
-    json_decref(cmd);
-    json_decref(result);
-    return st;
-}
-
-/* Without a run: what the devices hold now. With one: its bytes over time. */
-ql_status ql_verb_memory(ql_magics *m, const ql_call *call, json_t **out)
-{
-    json_t *result = NULL, *record = NULL, *cmd = NULL, *chart = NULL, *bundle = NULL, *report = NULL;
-    ql_status st = QL_OK;
-    if (call->n_args > 0) {
-        QL_TRY(ql_session_run_report(m, call->args[0], &report));
-        if (json_array_size(json_object_get(report, "memory")) == 0)
-            QL_GO(ql_fail(QL_EINVAL, "%s has no memory records", call->args[0]));
-        chart = ql_chart_memory(report);
-        QL_GO(ql_chart_bundle(&m->host, chart, chart, &bundle));
-        st = ql_result("memory", "qlora memory", json_incref(report), json_incref(bundle), out);
-        goto out;
-    }
-    if (!ql_client_running(m->client))
-        QL_FAIL(QL_EINVAL, "nothing is on a device yet: weights go there at the first train, eval or generate");
-    cmd = json_pack("{s:s}", "cmd", "memory");
-    QL_GO(ask(m, cmd, "memory", &result, &record));
-    const json_t *events = json_object_get(record, "memory");
-    json_t *last = json_array_get(events, json_array_size(events) - 1);
-    if (!last) last = result;
-    st = ql_result("memory", "qlora memory", json_incref(last), ql_view_memory(last), out);
-out:
-    json_decref(cmd);
-    json_decref(result);
-    json_decref(record);
-    json_decref(chart);
-    json_decref(bundle);
-    json_decref(report);
-    return st;
-}
-
-ql_status ql_verb_unload(ql_magics *m, const ql_call *call, json_t **out)
-{
-    json_t *result = NULL, *cmd = json_pack("{s:s}", "cmd", "unload");
-    int running = ql_client_running(m->client);
-    (void)call;
-    ql_status st = running ? ql_client_command(m->client, cmd, NULL, NULL, NULL, &result) : QL_OK;
-    const char *text = running ? "devices freed" : "nothing was loaded";
-    if (st == QL_OK) st = ql_result("text", text, json_pack("{s:s}", "text", text), ql_view_text(text, NULL), out);
-    json_decref(cmd);
-    json_decref(result);
-    return st;
-}
-
-/* ---- generate ------------------------------------------------------------------------------------------ */
-
-enum { GENERATE_MS = 250 };
-
-typedef struct {
-    ql_magics *m;
-    json_t *prompts, *result; /* result: {"texts", "base"} as it grows */
-    ql_live *live;            /* loading */
-    char id[40];
-    int shown;
-    double at;
-} generating;
-
-static ql_status show_generated(generating *g)
-{
-    json_t *bundle = ql_view_generated(g->prompts, g->result);
-    ql_status st = g->m->host.show(g->m->host.self, bundle, g->id, g->shown ? QL_SHOW_UPDATE : QL_SHOW_NEW);
-    g->shown = 1;
-    json_decref(bundle);
-    return st;
-}
-
-static ql_status on_token(void *self, const json_t *ev)
-{
-    generating *g = self;
-    if (strcmp(ql_jstr(ev, "ev", ""), "token") != 0) return g->shown ? QL_OK : ql_live_event(g->live, ev);
-    json_t *list = json_object_get(g->result, strcmp(ql_jstr(ev, "variant", "adapter"), "base") == 0 ? "base" : "texts");
-    int64_t i = ql_jint(ev, "prompt", 0);
-    if (i < 0 || i >= (int64_t)json_array_size(g->prompts)) return QL_OK;
-    while ((int64_t)json_array_size(list) <= i) json_array_append_new(list, json_string(""));
-    ql_buf b = {0};
-    ql_buf_put(&b, json_string_value(json_array_get(list, (size_t)i)));
-    ql_buf_put(&b, ql_jstr(ev, "text", ""));
-    json_array_set_new(list, (size_t)i, ql_buf_json(&b));
-    ql_buf_free(&b);
-    double t = ql_jnum(ev, "t", 0);
-    if (g->m->follow == QL_FOLLOW_LINES || t - g->at < GENERATE_MS / 1000.0) return QL_OK;
-    g->at = t;
-    return show_generated(g);
-}
-
-static void on_generate_tick(void *self)
-{
-    generating *g = self;
-    if (!g->shown) ql_live_tick(g->live);
-}
-
-/* All texts are there: the last state, shown by the cell's own output unless it was shown as it grew. */
-static ql_status generate_answer(generating *g, json_t *result, json_t **out)
-{
-    json_t *data = json_copy(result), *bundle = NULL;
-    const char *first = json_string_value(json_array_get(json_object_get(result, "texts"), 0));
-    char line[80];
-    ql_status st = QL_OK;
-    json_object_set(data, "prompts", g->prompts);
-    if (g->shown) {
-        json_decref(g->result);
-        g->result = json_incref(result);
-        st = show_generated(g);
-    } else {
-        bundle = ql_view_generated(g->prompts, result);
-    }
-    first = first ? first : "";
-    snprintf(line, sizeof line, "%.*s", (int)ql_text_fit(first, 60) < 76 ? (int)ql_text_fit(first, 60) : 76, first);
-    for (char *p = line; *p; p++)
-        if (*p == '\n') *p = ' ';
-    if (st == QL_OK) return ql_result("text", line, data, bundle, out);
-    json_decref(data);
-    json_decref(bundle);
-    return st;
-}
-
-static ql_status generate_prompts(const ql_call *call, json_t **prompts)
-{
-    json_t *all = json_array();
-    for (int i = 0; i < call->n_args; i++) json_array_append_new(all, ql_text_json(call->args[i], strlen(call->args[i])));
-    if (call->body) {
-        size_t n = strlen(call->body);
-        while (n > 0 && isspace((unsigned char)call->body[n - 1])) n--;
-        json_array_append_new(all, ql_text_json(call->body, n));
-    }
-    if (json_array_size(all) == 0) {
-        json_decref(all);
-        QL_FAIL(QL_EINVAL, "generate needs a prompt: %%qlora generate \"Once upon\", or a %%%%qlora generate cell");
-    }
-    *prompts = all;
-    return QL_OK;
-}
-
-static json_t *generate_command(const ql_magics *m, const ql_call *call, const json_t *prompts, json_t *adapter)
-{
-    json_t *cmd = json_pack("{s:s, s:o, s:O, s:I, s:f, s:f, s:I, s:I, s:b}", "cmd", "generate", "job", ql_job_json(m->job), "adapter", adapter,
-                            "max_new_tokens", (json_int_t)ql_call_int(call, "max_new_tokens", 64), "temperature",
-                            ql_call_float(call, "temperature", 0), "top_p", ql_call_float(call, "top_p", 1), "top_k",
-                            (json_int_t)ql_call_int(call, "top_k", 0), "seed", (json_int_t)ql_call_int(call, "seed", 0), "compare",
-                            ql_call_flag(call, "compare"));
-    const char *system = ql_call_str(call, "system", NULL);
-    if (!cmd || !(system || ql_call_flag(call, "chat"))) {
-        json_object_set(cmd, "prompts", (json_t *)prompts);
-        return cmd;
-    }
-    json_t *chats = json_array(), *p;
-    size_t i;
-    json_array_foreach((json_t *)prompts, i, p)
-    {
-        json_t *chat = json_array();
-        if (system) json_array_append_new(chat, json_pack("{s:s, s:s}", "role", "system", "content", system));
-        json_array_append_new(chat, json_pack("{s:s, s:O}", "role", "user", "content", p));
-        json_array_append_new(chats, chat);
-    }
-    json_object_set_new(cmd, "messages", chats);
-    return cmd;
-}
-
-ql_status ql_verb_generate(ql_magics *m, const ql_call *call, json_t **out)
-{
-    generating g = {.m = m};
-    json_t *adapter = NULL, *cmd = NULL, *result = NULL;
-    ql_live_options o = {.host = &m->host, .follow = m->follow, .name = "generate", .number = ++m->displays};
-    ql_status st = QL_OK;
-    QL_TRY(ql_session_need_model(m));
-    QL_GO(generate_prompts(call, &g.prompts));
-    QL_GO(adapter_of(m, ql_call_str(call, "run", NULL), &adapter));
-    QL_GO(ql_live_open(&o, &g.live));
-    cmd = generate_command(m, call, g.prompts, adapter);
-    g.result = json_pack("{s:[], s:[]}", "texts", "base");
-    snprintf(g.id, sizeof g.id, "qlora-text-%p-%d", (void *)m, m->displays);
-    st = ql_client_command(m->client, cmd, on_token, on_generate_tick, &g, &result);
-    ql_status shown = ql_live_finish(g.live, st == QL_OK ? "done" : st == QL_ESTOP ? "stopped" : "failed", NULL);
-    QL_GO(st == QL_OK ? shown : st);
-    st = generate_answer(&g, result, out);
-out:
-    json_decref(adapter);
-    json_decref(cmd);
-    json_decref(result);
-    json_decref(g.prompts);
-    json_decref(g.result);
-    ql_live_close(g.live);
     return st;
 }

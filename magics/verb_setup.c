@@ -11,7 +11,8 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-/* ---- info -------------------------------------------------------------------------------------- */
+/* ---- info --------------------------------------------------------------------------------------
+ */
 
 static double meminfo(const char *key)
 {
@@ -27,7 +28,8 @@ static double meminfo(const char *key)
 /* The container's limit, where there is one: the machine's own figure does not help then. */
 static double cgroup_limit(void)
 {
-    static const char *const files[] = {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"};
+    static const char *const files[] = {"/sys/fs/cgroup/memory.max",
+                                        "/sys/fs/cgroup/memory/memory.limit_in_bytes"};
     double v = (double)NAN;
     for (int i = 0; i < 2 && !isfinite(v); i++) {
         FILE *f = fopen(files[i], "re");
@@ -41,7 +43,8 @@ static json_t *space(const char *name, const char *path)
 {
     struct statvfs s;
     if (statvfs(path, &s) < 0) return json_null();
-    return json_pack("{s:s, s:s, s:f, s:f}", "name", name, "path", path, "free", (double)s.f_bavail * (double)s.f_frsize, "total",
+    return json_pack("{s:s, s:s, s:f, s:f}", "name", name, "path", path, "free",
+                     (double)s.f_bavail * (double)s.f_frsize, "total",
                      (double)s.f_blocks * (double)s.f_frsize);
 }
 
@@ -62,7 +65,8 @@ static json_t *cpu_name(void)
 
 ql_status ql_verb_info(ql_magics *m, const ql_call *call, json_t **out)
 {
-    json_t *devices = NULL, *missing = json_array(), *libraries = m->host.libraries ? m->host.libraries(m->host.self) : NULL;
+    json_t *devices = NULL, *missing = json_array(),
+           *libraries = m->host.libraries ? m->host.libraries(m->host.self) : NULL;
     (void)call;
     /* Asked anew: a device may have been freed, or the driver installed, since. */
     json_decref(m->devices);
@@ -78,18 +82,21 @@ ql_status ql_verb_info(ql_magics *m, const ql_call *call, json_t **out)
         ql_error_clear();
     }
     double limit = cgroup_limit();
-    json_t *memory = json_pack("{s:f, s:f}", "total", meminfo("MemTotal"), "available", meminfo("MemAvailable"));
+    json_t *memory =
+        json_pack("{s:f, s:f}", "total", meminfo("MemTotal"), "available", meminfo("MemAvailable"));
     if (isfinite(limit)) json_object_set_new(memory, "limit", json_real(limit));
-    json_t *data = json_pack("{s:s, s:s, s:o, s:i, s:o, s:[o,o], s:o}", "version", QL_VERSION, "engine", m->engine, "cpu", cpu_name(), "cores",
-                             (int)sysconf(_SC_NPROCESSORS_ONLN), "memory", memory, "disks", space("this folder", "."),
-                             space("/dev/shm", "/dev/shm"), "missing", missing);
+    json_t *data = json_pack(
+        "{s:s, s:s, s:o, s:i, s:o, s:[o,o], s:o}", "version", QL_VERSION, "engine", m->engine,
+        "cpu", cpu_name(), "cores", (int)sysconf(_SC_NPROCESSORS_ONLN), "memory", memory, "disks",
+        space("this folder", "."), space("/dev/shm", "/dev/shm"), "missing", missing);
     if (json_is_object(m->devices)) json_object_update_missing(data, m->devices);
     json_object_set(data, "devices", devices ? devices : json_null());
     if (libraries) json_object_set_new(data, "libraries", libraries);
     return ql_result("info", "qlora info", data, ql_view_info(data), out);
 }
 
-/* ---- load -------------------------------------------------------------------------------------- */
+/* ---- load --------------------------------------------------------------------------------------
+ */
 
 ql_status ql_verb_load(ql_magics *m, const ql_call *call, json_t **out)
 {
@@ -103,7 +110,8 @@ ql_status ql_verb_load(ql_magics *m, const ql_call *call, json_t **out)
     QL_GO(ql_job_set(job, "model", value));
     QL_GO(ql_call_apply(call, job));
     QL_GO(ql_model_report(job, &report));
-    if (!json_object_get(report, "name")) json_object_set_new(report, "name", ql_text_json(call->args[0], strlen(call->args[0])));
+    if (!json_object_get(report, "name"))
+        json_object_set_new(report, "name", ql_text_json(call->args[0], strlen(call->args[0])));
     /* Everything succeeded: only now does the notebook's job change. */
     ql_job_free(m->job);
     m->job = job;
@@ -119,24 +127,27 @@ out:
     return st;
 }
 
-/* ---- config ------------------------------------------------------------------------------------- */
+/* ---- config -------------------------------------------------------------------------------------
+ */
 
 static ql_status config_load(const char *file, ql_job **job)
 {
     json_t *v = ql_read_json_file(file);
     if (!v) return ql_error_code();
-    ql_status st = json_is_object(v) ? QL_OK : ql_fail(QL_EINVAL, "%s: not an object of settings", file);
+    ql_status st =
+        json_is_object(v) ? QL_OK : ql_fail(QL_EINVAL, "%s: not an object of settings", file);
     const char *key;
     json_t *value;
     if (st == QL_OK) json_object_foreach(v, key, value)
-    {
-        /* A run's job.json and transformers' own dumps may hold names that mean nothing here. */
-        st = ql_job_set(*job, key, value);
-        if (st != QL_OK) {
-            ql_error_prefix("%s: ", file);
-            break;
+        {
+            /* A run's job.json and transformers' own dumps may hold names that mean nothing here.
+             */
+            st = ql_job_set(*job, key, value);
+            if (st != QL_OK) {
+                ql_error_prefix("%s: ", file);
+                break;
+            }
         }
-    }
     json_decref(v);
     return st;
 }
@@ -149,7 +160,8 @@ static ql_status config_reset(const ql_job *old, ql_job **job)
     QL_TRY(ql_job_new(&fresh));
     for (size_t i = 0; i < sizeof keep / sizeof *keep; i++) {
         const json_t *v = ql_job_get(old, keep[i]);
-        ql_status st = v && ql_job_is_set(old, keep[i]) ? ql_job_set(fresh, keep[i], (json_t *)v) : QL_OK;
+        ql_status st =
+            v && ql_job_is_set(old, keep[i]) ? ql_job_set(fresh, keep[i], (json_t *)v) : QL_OK;
         if (st != QL_OK) {
             ql_job_free(fresh);
             return st;
@@ -170,7 +182,8 @@ ql_status ql_verb_config(ql_magics *m, const ql_call *call, json_t **out)
     if (ql_call_flag(call, "reset")) QL_GO(config_reset(m->job, &job));
     if (from) QL_GO(config_load(from, &job));
     QL_GO(ql_call_apply(call, job));
-    /* Before there is data a setting may wait for it (eval_strategy for an eval_dataset): said, not refused. */
+    /* Before there is data a setting may wait for it (eval_strategy for an eval_dataset): said, not
+     * refused. */
     if (ql_job_check(job) != QL_OK) {
         if (ql_job_str(job, "data")) QL_GO(ql_error_code());
         open = ql_text_json(ql_error(), strlen(ql_error()));
@@ -178,7 +191,8 @@ ql_status ql_verb_config(ql_magics *m, const ql_call *call, json_t **out)
     }
     data = ql_job_json(job);
     if (!data) QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
-    if (to && json_dump_file(data, to, JSON_INDENT(2)) < 0) QL_GO(ql_fail(QL_EIO, "%s: %s", to, strerror(errno)));
+    if (to && json_dump_file(data, to, JSON_INDENT(2)) < 0)
+        QL_GO(ql_fail(QL_EIO, "%s: %s", to, strerror(errno)));
     /* The adapters' sizes depend on the settings: PEFT's line is made anew. */
     if (m->model) {
         json_t *report = NULL;
@@ -191,7 +205,10 @@ ql_status ql_verb_config(ql_magics *m, const ql_call *call, json_t **out)
     job = NULL;
     notes = ql_job_notes(m->job);
     if (open) json_array_append(notes, open);
-    st = ql_result("config", "qlora config", json_incref(data), ql_view_config(m->job, m->model, notes, ql_session_world(m, m->job), ql_call_flag(call, "all")), out);
+    st = ql_result("config", "qlora config", json_incref(data),
+                   ql_view_config(m->job, m->model, notes, ql_session_world(m, m->job),
+                                  ql_call_flag(call, "all")),
+                   out);
 out:
     ql_job_free(job);
     json_decref(data);
@@ -200,7 +217,8 @@ out:
     return st;
 }
 
-/* ---- data --------------------------------------------------------------------------------------- */
+/* ---- data ---------------------------------------------------------------------------------------
+ */
 
 static int identifier(const char *s)
 {
@@ -209,7 +227,8 @@ static int identifier(const char *s)
     return *s == 0;
 }
 
-/* A bundled folder holds its own split: train.jsonl, and eval.jsonl, which is taken unless another was set. */
+/* A bundled folder holds its own split: train.jsonl, and eval.jsonl, which is taken unless another
+ * was set. */
 static ql_status bundled_data(ql_job *job, char **path)
 {
     char *train = NULL, *eval = NULL;
@@ -224,7 +243,8 @@ static ql_status bundled_data(ql_job *job, char **path)
         *path = train;
         train = NULL;
         json_t *v = ql_text_json(eval, strlen(eval));
-        if (access(eval, R_OK) == 0 && !ql_job_is_set(job, "eval_dataset")) st = ql_job_set(job, "eval_dataset", v);
+        if (access(eval, R_OK) == 0 && !ql_job_is_set(job, "eval_dataset"))
+            st = ql_job_set(job, "eval_dataset", v);
         json_decref(v);
     }
     free(train);
@@ -236,7 +256,8 @@ static ql_status bundled_data(ql_job *job, char **path)
 static ql_status data_source(ql_magics *m, const char *name, char **path)
 {
     json_t *found = NULL;
-    if (m->host.variable && identifier(name)) QL_TRY(m->host.variable(m->host.self, name, m->runs, &found));
+    if (m->host.variable && identifier(name))
+        QL_TRY(m->host.variable(m->host.self, name, m->runs, &found));
     const char *file = ql_jstr(found, "path", NULL);
     *path = file ? strdup(file) : ql_session_bundled(m, name);
     json_decref(found);
@@ -258,14 +279,17 @@ ql_status ql_verb_data(ql_magics *m, const ql_call *call, json_t **out)
         QL_GO(ql_job_set(job, "data", value));
     }
     QL_GO(ql_call_apply(call, job));
-    if (!ql_job_str(job, "data")) QL_GO(ql_fail(QL_EINVAL, "no data yet: %%qlora data FILE, or a variable's name"));
+    if (!ql_job_str(job, "data"))
+        QL_GO(ql_fail(QL_EINVAL, "no data yet: %%qlora data FILE, or a variable's name"));
     QL_GO(ql_session_need_model(m));
     QL_GO(ql_data_report(job, (int)ql_min64(ql_call_int(call, "show", 1), 50), &report));
     ql_job_free(m->job);
     m->job = job;
     job = NULL;
-    json_object_set_new(report, "name", ql_text_json(call->n_args ? call->args[0] : ql_job_str(m->job, "data"),
-                                                     strlen(call->n_args ? call->args[0] : ql_job_str(m->job, "data"))));
+    json_object_set_new(
+        report, "name",
+        ql_text_json(call->n_args ? call->args[0] : ql_job_str(m->job, "data"),
+                     strlen(call->n_args ? call->args[0] : ql_job_str(m->job, "data"))));
     st = ql_result("data", "qlora data", json_incref(report), ql_view_data(report), out);
 out:
     ql_job_free(job);
@@ -275,7 +299,8 @@ out:
     return st;
 }
 
-/* ---- plan --------------------------------------------------------------------------------------- */
+/* ---- plan ---------------------------------------------------------------------------------------
+ */
 
 /* "2xT4", "8xA100-80", "2x15GiB" → devices that are not here. */
 static ql_status made_up(const char *text, json_t **out)
@@ -284,34 +309,46 @@ static ql_status made_up(const char *text, json_t **out)
     static const struct {
         const char *name, *arch;
         double mib;
-    } known[] = {{"T4", "sm_75", 15360},      {"V100-16", "sm_70", 16384},  {"V100", "sm_70", 32768},    {"P100", "sm_60", 16384},
-                 {"L4", "sm_89", 23034},      {"A10G", "sm_86", 23028},     {"A10", "sm_86", 23028},     {"A100-80", "sm_80", 81920},
-                 {"A100", "sm_80", 40960},    {"H100", "sm_90", 81559},     {"H200", "sm_90", 143771},   {"RTX3090", "sm_86", 24576},
-                 {"RTX4090", "sm_89", 24564}, {"RTX4080", "sm_89", 16376},  {"L40S", "sm_89", 46068}};
+    } known[] = {
+        {"T4", "sm_75", 15360},      {"V100-16", "sm_70", 16384}, {"V100", "sm_70", 32768},
+        {"P100", "sm_60", 16384},    {"L4", "sm_89", 23034},      {"A10G", "sm_86", 23028},
+        {"A10", "sm_86", 23028},     {"A100-80", "sm_80", 81920}, {"A100", "sm_80", 40960},
+        {"H100", "sm_90", 81559},    {"H200", "sm_90", 143771},   {"RTX3090", "sm_86", 24576},
+        {"RTX4090", "sm_89", 24564}, {"RTX4080", "sm_89", 16376}, {"L40S", "sm_89", 46068}};
     char *x, *end;
     long n = strtol(text, &x, 10);
-    if (x == text) n = 1;
-    else if (*x != 'x' && *x != 'X') QL_FAIL(QL_EINVAL, "--on takes 2xT4 or 2x15GiB, not '%s'", text);
-    else x++;
+    if (x == text)
+        n = 1;
+    else if (*x != 'x' && *x != 'X')
+        QL_FAIL(QL_EINVAL, "--on takes 2xT4 or 2x15GiB, not '%s'", text);
+    else
+        x++;
     if (n < 1 || n > 64) QL_FAIL(QL_EINVAL, "--on takes 1 to 64 devices, not %ld", n);
     const char *name = x, *arch = "sm_80";
     double bytes = strtod(x, &end) * 1073741824.0;
-    if (end == x || !(strcasecmp(end, "gib") == 0 || strcasecmp(end, "gb") == 0 || strcasecmp(end, "g") == 0)) {
+    if (end == x ||
+        !(strcasecmp(end, "gib") == 0 || strcasecmp(end, "gb") == 0 || strcasecmp(end, "g") == 0)) {
         bytes = 0;
         for (size_t i = 0; i < sizeof known / sizeof *known; i++)
-            if (strcasecmp(known[i].name, x) == 0) bytes = known[i].mib * 1048576, name = known[i].name, arch = known[i].arch;
+            if (strcasecmp(known[i].name, x) == 0)
+                bytes = known[i].mib * 1048576, name = known[i].name, arch = known[i].arch;
     }
     if (!(bytes > 0) || bytes > 1e13) {
         ql_buf b = {0};
-        for (size_t i = 0; i < sizeof known / sizeof *known; i++) ql_buf_printf(&b, "%s%s", i ? ", " : "", known[i].name);
-        ql_status st = ql_fail(QL_EINVAL, "--on: no device '%s' is known; there are %s, or a size: 2x15GiB", x, ql_buf_str(&b));
+        for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+            ql_buf_printf(&b, "%s%s", i ? ", " : "", known[i].name);
+        ql_status st =
+            ql_fail(QL_EINVAL, "--on: no device '%s' is known; there are %s, or a size: 2x15GiB", x,
+                    ql_buf_str(&b));
         ql_buf_free(&b);
         return st;
     }
     json_t *all = json_array();
     for (long i = 0; i < n; i++)
-        json_array_append_new(all, json_pack("{s:s, s:s, s:s, s:I, s:I, s:s}", "name", name, "id", "made-up", "backend", "cuda", "total",
-                                             (json_int_t)bytes, "free", (json_int_t)bytes, "arch", arch));
+        json_array_append_new(all,
+                              json_pack("{s:s, s:s, s:s, s:I, s:I, s:s}", "name", name, "id",
+                                        "made-up", "backend", "cuda", "total", (json_int_t)bytes,
+                                        "free", (json_int_t)bytes, "arch", arch));
     *out = all;
     return QL_OK;
 }
@@ -326,8 +363,10 @@ ql_status ql_verb_plan(ql_magics *m, const ql_call *call, json_t **out)
     QL_GO(ql_job_copy(m->job, &job));
     QL_GO(ql_call_apply(call, job));
     QL_GO(ql_job_check(job));
-    if (on) QL_GO(made_up(on, &mine));
-    else QL_GO(ql_session_devices(m, &devices));
+    if (on)
+        QL_GO(made_up(on, &mine));
+    else
+        QL_GO(ql_session_devices(m, &devices));
     QL_GO(ql_plan_report(job, mine ? mine : devices, &report));
     st = ql_result("plan", "qlora plan", json_incref(report), ql_view_plan(report, on), out);
 out:
@@ -337,7 +376,8 @@ out:
     return st;
 }
 
-/* ---- help --------------------------------------------------------------------------------------- */
+/* ---- help ---------------------------------------------------------------------------------------
+ */
 
 static void help_all(ql_view *v)
 {
@@ -345,15 +385,17 @@ static void help_all(ql_view *v)
     ql_buf names = {0};
     ql_table t;
     const ql_verb *verbs = ql_verbs(&n);
-    ql_view_title(v, "%qlora VERB [arguments] [--option value]", "QLoRA fine-tuning, version %s", QL_VERSION);
+    ql_view_title(v, "%qlora VERB [arguments] [--option value]", "QLoRA fine-tuning, version %s",
+                  QL_VERSION);
     ql_table_begin(&t, "|", &names);
     for (int i = 0; i < n; i++) {
         ql_table_cell(&t, "%s %s", verbs[i].name, verbs[i].args);
         ql_table_cell(&t, "%s", verbs[i].help);
     }
     ql_table_end(v, &t);
-    ql_view_note(v, "A first run: %%qlora load tiny, %%qlora data tiny, %%qlora plan, %%qlora train. "
-                    "%%qlora help VERB or SETTING tells more; Tab completes.");
+    ql_view_note(v,
+                 "A first run: %%qlora load tiny, %%qlora data tiny, %%qlora plan, %%qlora train. "
+                 "%%qlora help VERB or SETTING tells more; Tab completes.");
     ql_buf_free(&names);
 }
 
@@ -372,24 +414,31 @@ static void help_verb(ql_view *v, const ql_verb *verb)
             ql_table_cell(&t, "%s", o->def ? o->def : "");
             ql_buf words = {0};
             ql_buf_printf(&words, "%s%s", o->help, o->choices ? ": " : "");
-            for (const char *p = o->choices; p && *p; p++) ql_buf_add(&words, *p == '|' ? ", " : p, *p == '|' ? 2 : 1);
+            for (const char *p = o->choices; p && *p; p++)
+                ql_buf_add(&words, *p == '|' ? ", " : p, *p == '|' ? 2 : 1);
             ql_table_cell(&t, "%s", ql_buf_str(&words));
             ql_buf_free(&words);
         }
         ql_table_end(v, &t);
     }
-    if (verb->takes == QL_TAKES_KEPT) ql_view_note(v, "Takes every setting as an option, too, and keeps it: %%qlora config --all lists them.");
-    if (verb->takes == QL_TAKES_ONCE) ql_view_note(v, "Takes every setting as an option, for this call alone: %%qlora config --all lists them.");
+    if (verb->takes == QL_TAKES_KEPT)
+        ql_view_note(v, "Takes every setting as an option, too, and keeps it: %%qlora config --all "
+                        "lists them.");
+    if (verb->takes == QL_TAKES_ONCE)
+        ql_view_note(v, "Takes every setting as an option, for this call alone: %%qlora config "
+                        "--all lists them.");
     ql_view_code(v, verb->examples);
     ql_buf_free(&names);
 }
 
 static void help_setting(ql_view *v, const ql_setting *s)
 {
-    static const char *const types[] = {"true or false", "a whole number", "a number", "text", "one of", "JSON, or words"};
+    static const char *const types[] = {"true or false", "a whole number", "a number",
+                                        "text",          "one of",         "JSON, or words"};
     ql_view_title(v, s->name, "%s", s->help);
-    ql_view_note(v, "%s%s%s; default %s%s%s%s", types[s->type], s->choices ? " " : "", s->choices ? s->choices : "", s->def,
-                 s->theirs ? " (here; upstream " : "", s->theirs ? s->theirs : "", s->theirs ? ")" : "");
+    ql_view_note(v, "%s%s%s; default %s%s%s%s", types[s->type], s->choices ? " " : "",
+                 s->choices ? s->choices : "", s->def, s->theirs ? " (here; upstream " : "",
+                 s->theirs ? s->theirs : "", s->theirs ? ")" : "");
     if (s->alias) ql_view_note(v, "also: %s", s->alias);
     if (s->note) ql_view_note(v, "%s", s->note);
     if (s->refused) ql_view_warn(v, s->refused);
@@ -398,7 +447,8 @@ static void help_setting(ql_view *v, const ql_setting *s)
 static ql_status help_view(const char *topic, ql_view *v)
 {
     const ql_verb *verb = topic ? ql_verb_find(topic) : NULL;
-    const ql_setting *s = topic && !verb ? ql_setting_find(topic + (strncmp(topic, "--", 2) == 0 ? 2 : 0)) : NULL;
+    const ql_setting *s =
+        topic && !verb ? ql_setting_find(topic + (strncmp(topic, "--", 2) == 0 ? 2 : 0)) : NULL;
     if (!topic) {
         help_all(v);
     } else if (verb) {
@@ -413,7 +463,8 @@ static ql_status help_view(const char *topic, ql_view *v)
         for (int i = 0; i < n && i < 64; i++) names[i] = verbs[i].name;
         ql_verb_nearest(topic, names, n, near, sizeof near);
         if (!near[0]) ql_setting_nearest(topic, near, sizeof near);
-        QL_FAIL(QL_EINVAL, "neither a verb nor a setting: '%s'%s%s", topic, near[0] ? "; " : "", near);
+        QL_FAIL(QL_EINVAL, "neither a verb nor a setting: '%s'%s%s", topic, near[0] ? "; " : "",
+                near);
     }
     return QL_OK;
 }

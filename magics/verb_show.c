@@ -10,7 +10,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* ---- plot ------------------------------------------------------------------------------------------ */
+/* ---- plot
+ * ------------------------------------------------------------------------------------------ */
 
 static int ends_with(const char *s, const char *end)
 {
@@ -34,7 +35,10 @@ static ql_status save_chart(ql_magics *m, const json_t *chart, const char *path)
     ql_status st = QL_OK;
     if (ends_with(path, ".png")) {
         if (m->host.chart) QL_GO(m->host.chart(m->host.self, chart, &b));
-        if (b.len == 0) QL_GO(ql_fail(QL_ENOSUP, "%s: PNG needs matplotlib in this notebook's Python; .svg needs nothing", path));
+        if (b.len == 0)
+            QL_GO(ql_fail(QL_ENOSUP,
+                          "%s: PNG needs matplotlib in this notebook's Python; .svg needs nothing",
+                          path));
     } else if (ends_with(path, ".svg")) {
         QL_GO(ql_chart_svg(chart, &b));
     } else {
@@ -58,7 +62,8 @@ static ql_status collect_runs(ql_magics *m, const ql_call *call, json_t *runs)
 
 ql_status ql_verb_plot(ql_magics *m, const ql_call *call, json_t **out)
 {
-    const char *metric = ql_call_str(call, "metric", "loss"), *file = ql_call_str(call, "save", NULL);
+    const char *metric = ql_call_str(call, "metric", "loss"),
+               *file = ql_call_str(call, "save", NULL);
     json_t *runs = json_array(), *chart = NULL, *bundle = NULL, *data = NULL;
     ql_status st = runs ? QL_OK : ql_fail(QL_ENOMEM, "out of memory");
     QL_GO(st);
@@ -67,7 +72,8 @@ ql_status ql_verb_plot(ql_magics *m, const ql_call *call, json_t **out)
     if (strcmp(metric, "memory") == 0) {
         if (n > 1) QL_GO(ql_fail(QL_EINVAL, "--metric memory draws one run"));
         if (json_array_size(json_object_get(json_array_get(runs, 0), "memory")) == 0)
-            QL_GO(ql_fail(QL_EINVAL, "%s has no memory records", ql_jstr(json_array_get(runs, 0), "name", "the run")));
+            QL_GO(ql_fail(QL_EINVAL, "%s has no memory records",
+                          ql_jstr(json_array_get(runs, 0), "name", "the run")));
         chart = ql_chart_memory(json_array_get(runs, 0));
     } else {
         chart = ql_chart_runs(runs, metric, n == 2 || ql_call_flag(call, "diff"));
@@ -85,7 +91,8 @@ out:
     return st;
 }
 
-/* ---- save ------------------------------------------------------------------------------------------- */
+/* ---- save
+ * ------------------------------------------------------------------------------------------- */
 
 static ql_status make_folders(char *path)
 {
@@ -107,13 +114,17 @@ static ql_status copy_file(const char *from, const char *to)
     int in = open(from, O_RDONLY | O_CLOEXEC), out = -1;
     ssize_t n = 0;
     ql_status st = in < 0 ? ql_fail(QL_EIO, "%s: %s", from, strerror(errno)) : QL_OK;
-    if (st == QL_OK && asprintf(&part, "%s.part", to) < 0) part = NULL, st = ql_fail(QL_ENOMEM, "out of memory");
-    if (st == QL_OK && (out = open(part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) < 0) st = ql_fail(QL_EIO, "%s: %s", part, strerror(errno));
+    if (st == QL_OK && asprintf(&part, "%s.part", to) < 0)
+        part = NULL, st = ql_fail(QL_ENOMEM, "out of memory");
+    if (st == QL_OK && (out = open(part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) < 0)
+        st = ql_fail(QL_EIO, "%s: %s", part, strerror(errno));
     while (st == QL_OK && (n = read(in, block, sizeof block)) > 0)
         for (ssize_t k = 0, w; k < n && st == QL_OK; k += w > 0 ? w : 0)
-            if ((w = write(out, block + k, (size_t)(n - k))) < 0 && errno != EINTR) st = ql_fail(QL_EIO, "%s: %s", part, strerror(errno));
+            if ((w = write(out, block + k, (size_t)(n - k))) < 0 && errno != EINTR)
+                st = ql_fail(QL_EIO, "%s: %s", part, strerror(errno));
     if (st == QL_OK && n < 0) st = ql_fail(QL_EIO, "%s: %s", from, strerror(errno));
-    if (out >= 0 && close(out) < 0 && st == QL_OK) st = ql_fail(QL_EIO, "%s: %s", part, strerror(errno));
+    if (out >= 0 && close(out) < 0 && st == QL_OK)
+        st = ql_fail(QL_EIO, "%s: %s", part, strerror(errno));
     if (st == QL_OK && rename(part, to) < 0) st = ql_fail(QL_EIO, "%s: %s", to, strerror(errno));
     if (st != QL_OK && out >= 0) unlink(part);
     if (in >= 0) close(in);
@@ -121,14 +132,16 @@ static ql_status copy_file(const char *from, const char *to)
     return st;
 }
 
-/* The folder that holds the adapter: the run's own, or its last checkpoint where it did not finish. */
+/* The folder that holds the adapter: the run's own, or its last checkpoint where it did not finish.
+ */
 static ql_status adapter_folder(const char *path, char **folder)
 {
     json_t *report = NULL;
     struct stat s;
     ql_status st = QL_OK;
     char *file = NULL;
-    if (asprintf(&file, "%s/adapter_model.safetensors", path) < 0) QL_FAIL(QL_ENOMEM, "out of memory");
+    if (asprintf(&file, "%s/adapter_model.safetensors", path) < 0)
+        QL_FAIL(QL_ENOMEM, "out of memory");
     int here = stat(file, &s) == 0;
     free(file);
     const char *from = path;
@@ -136,7 +149,8 @@ static ql_status adapter_folder(const char *path, char **folder)
         QL_GO(ql_run_report(path, &report));
         const json_t *all = json_object_get(report, "checkpoints");
         from = ql_jstr(json_array_get(all, json_array_size(all) - 1), "path", NULL);
-        if (!from) QL_GO(ql_fail(QL_EINVAL, "%s has no adapter yet: no checkpoint was written", path));
+        if (!from)
+            QL_GO(ql_fail(QL_EINVAL, "%s has no adapter yet: no checkpoint was written", path));
     }
     if (!(*folder = strdup(from))) st = ql_fail(QL_ENOMEM, "out of memory");
 out:
@@ -148,9 +162,14 @@ static json_t *save_view(const char *folder, const char *base, double bytes, jso
 {
     ql_view v = {0};
     ql_buf code = {0};
-    ql_view_title(&v, folder, "adapter_model.safetensors (%s), adapter_config.json", ql_fmt_bytes(bytes).s);
-    ql_buf_put(&code, "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n");
-    ql_buf_printf(&code, "model = PeftModel.from_pretrained(\n    AutoModelForCausalLM.from_pretrained(\"%s\"),\n    \"%s\")", base, folder);
+    ql_view_title(&v, folder, "adapter_model.safetensors (%s), adapter_config.json",
+                  ql_fmt_bytes(bytes).s);
+    ql_buf_put(&code,
+               "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n");
+    ql_buf_printf(&code,
+                  "model = PeftModel.from_pretrained(\n    "
+                  "AutoModelForCausalLM.from_pretrained(\"%s\"),\n    \"%s\")",
+                  base, folder);
     ql_view_code(&v, ql_buf_str(&code));
     ql_buf_free(&code);
     return ql_view_bundle(&v, data);
@@ -164,19 +183,23 @@ ql_status ql_verb_save(ql_magics *m, const ql_call *call, json_t **out)
     ql_status st = QL_OK;
     QL_TRY(ql_session_run_path(m, ql_call_str(call, "run", NULL), &path));
     QL_GO(adapter_folder(path, &from));
-    if (!(to = strdup(call->n_args && *call->args[0] ? call->args[0] : from))) QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
+    if (!(to = strdup(call->n_args && *call->args[0] ? call->args[0] : from)))
+        QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
     if (strcmp(from, to) != 0) QL_GO(make_folders(to));
     for (size_t i = 0; i < 2; i++) {
         free(a);
         free(b);
         a = b = NULL;
-        if (asprintf(&a, "%s/%s", from, files[i]) < 0 || asprintf(&b, "%s/%s", to, files[i]) < 0) QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
+        if (asprintf(&a, "%s/%s", from, files[i]) < 0 || asprintf(&b, "%s/%s", to, files[i]) < 0)
+            QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
         if (strcmp(from, to) != 0) QL_GO(copy_file(a, b));
         if (i == 0 && stat(b, &s) < 0) QL_GO(ql_fail(QL_EIO, "%s: %s", b, strerror(errno)));
     }
     const char *base = ql_job_str(m->job, "model");
-    json_t *data = json_pack("{s:s, s:s, s:I}", "path", to, "from", from, "bytes", (json_int_t)s.st_size);
-    st = ql_result("saved", to, data, save_view(to, base ? base : "MODEL", (double)s.st_size, data), out);
+    json_t *data =
+        json_pack("{s:s, s:s, s:I}", "path", to, "from", from, "bytes", (json_int_t)s.st_size);
+    st = ql_result("saved", to, data, save_view(to, base ? base : "MODEL", (double)s.st_size, data),
+                   out);
 out:
     free(path);
     free(from);

@@ -8,7 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- the table --------------------------------------------------------------------------------- */
+/* ---- the table ---------------------------------------------------------------------------------
+ */
 
 static const ql_option bench_options[] = {
     {"seconds", QL_ARG_INT, "60", NULL, "how long the matmul runs while clocks and watts are read"},
@@ -20,7 +21,8 @@ static const ql_option config_options[] = {
     {"reset", QL_ARG_FLAG, NULL, NULL, "back to the defaults first; model and data stay"},
     {0}};
 static const ql_option data_options[] = {
-    {"show", QL_ARG_INT, "1", NULL, "how many rendered samples are shown, trained parts marked"}, {0}};
+    {"show", QL_ARG_INT, "1", NULL, "how many rendered samples are shown, trained parts marked"},
+    {0}};
 static const ql_option plan_options[] = {
     {"on", QL_ARG_TEXT, NULL, NULL, "devices one does not have: 2xT4, 8xA100-80, 2x15GiB"}, {0}};
 static const ql_option train_options[] = {
@@ -37,9 +39,11 @@ static const ql_option generate_options[] = {
     {"compare", QL_ARG_FLAG, NULL, NULL, "also without the adapter, side by side"},
     {0}};
 static const ql_option plot_options[] = {
-    {"metric", QL_ARG_CHOICE, "loss", "loss|grad_norm|learning_rate|tokens_per_second|memory", "what is drawn"},
+    {"metric", QL_ARG_CHOICE, "loss", "loss|grad_norm|learning_rate|tokens_per_second|memory",
+     "what is drawn"},
     {"diff", QL_ARG_FLAG, NULL, NULL, "a panel below: each run minus the first (two runs: always)"},
-    {"save", QL_ARG_PATH, NULL, NULL, "also write the picture: .svg, or .png where matplotlib is there"},
+    {"save", QL_ARG_PATH, NULL, NULL,
+     "also write the picture: .svg, or .png where matplotlib is there"},
     {0}};
 static const ql_option baseline_options[] = {
     {"steps", QL_ARG_INT, "20", NULL, "how many steps of the same schedule"}, {0}};
@@ -48,22 +52,26 @@ static const ql_option save_options[] = {
 
 static const ql_verb table[] = {
     {"info", "", QL_ARG_NONE, 0, 0, QL_BODY_NONE, QL_TAKES_NONE, NULL, ql_verb_info,
-     "devices, links, memory, disk, libraries; what is missing and how to get it", NULL, "%qlora info"},
+     "devices, links, memory, disk, libraries; what is missing and how to get it", NULL,
+     "%qlora info"},
     {"bench", "", QL_ARG_NONE, 0, 0, QL_BODY_NONE, QL_TAKES_NONE, bench_options, ql_verb_bench,
      "measure copy, matmul, links and the NF4 kernel on this machine",
      "Ends in a block that can be pasted into a report.", "%qlora bench --seconds 10"},
     {"load", "MODEL", QL_ARG_MODEL, 1, 1, QL_BODY_NONE, QL_TAKES_KEPT, NULL, ql_verb_load,
      "choose the model: a folder, a name on the hub, or `tiny`",
-     "Reads configuration and headers only. Weights go to the devices at the first train, eval or generate, so plan "
+     "Reads configuration and headers only. Weights go to the devices at the first train, eval or "
+     "generate, so plan "
      "comes before a byte is loaded.",
      "%qlora load tiny\n%qlora load unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit"},
-    {"config", "", QL_ARG_NONE, 0, 0, QL_BODY_SETTINGS, QL_TAKES_KEPT, config_options, ql_verb_config,
-     "set and show settings; transformers', TRL's and PEFT's own names",
+    {"config", "", QL_ARG_NONE, 0, 0, QL_BODY_SETTINGS, QL_TAKES_KEPT, config_options,
+     ql_verb_config, "set and show settings; transformers', TRL's and PEFT's own names",
      "Sets what is given and keeps the rest. The cell form takes `key: value` lines or JSON.",
-     "%qlora config --fsdp true --max_steps 60\n%%qlora config\nr: 64\nlora_alpha: 128\n%qlora config --save my.json"},
+     "%qlora config --fsdp true --max_steps 60\n%%qlora config\nr: 64\nlora_alpha: 128\n%qlora "
+     "config --save my.json"},
     {"data", "[DATA]", QL_ARG_DATA, 0, 1, QL_BODY_NONE, QL_TAKES_KEPT, data_options, ql_verb_data,
      "choose the data: a file, a folder, a hub name or a variable of the notebook",
-     "Shows how many rows and tokens are trained on and what was left out. A list of dicts, a DataFrame or a "
+     "Shows how many rows and tokens are trained on and what was left out. A list of dicts, a "
+     "DataFrame or a "
      "datasets.Dataset is written to JSON lines once.",
      "%qlora data train.jsonl --show 2\n%qlora data ds"},
     {"plan", "", QL_ARG_NONE, 0, 0, QL_BODY_NONE, QL_TAKES_ONCE, plan_options, ql_verb_plan,
@@ -72,35 +80,46 @@ static const ql_verb table[] = {
      "%qlora plan\n%qlora plan --on 2xT4 --max_length 4096"},
     {"train", "", QL_ARG_NONE, 0, 0, QL_BODY_NONE, QL_TAKES_ONCE, train_options, ql_verb_train,
      "train fresh adapters from the seed, live",
-     "Every train is a new run (run-1, run-2 …) under runs/. Settings given here hold for this run. Stop saves a "
+     "Every train is a new run (run-1, run-2 …) under runs/. Settings given here hold for this "
+     "run. Stop saves a "
      "checkpoint; resume goes on.",
      "%qlora train\nr = %qlora train --max_steps 200 --learning_rate 1e-4"},
-    {"resume", "[RUN]", QL_ARG_RUN, 0, 1, QL_BODY_NONE, QL_TAKES_ONCE, train_options, ql_verb_resume,
-     "go on with a stopped run from its last checkpoint",
-     "RUN is a run's name or a checkpoint folder; default: the last run.", "%qlora resume\n%qlora resume run-2"},
+    {"resume", "[RUN]", QL_ARG_RUN, 0, 1, QL_BODY_NONE, QL_TAKES_ONCE, train_options,
+     ql_verb_resume, "go on with a stopped run from its last checkpoint",
+     "RUN is a run's name or a checkpoint folder; default: the last run.",
+     "%qlora resume\n%qlora resume run-2"},
     {"eval", "[RUN]", QL_ARG_RUN, 0, 1, QL_BODY_NONE, QL_TAKES_ONCE, NULL, ql_verb_eval,
-     "loss on the evaluation data", "RUN: whose adapter; default: the last run's; none: the base model.",
+     "loss on the evaluation data",
+     "RUN: whose adapter; default: the last run's; none: the base model.",
      "%qlora eval\n%qlora eval run-1"},
-    {"generate", "[PROMPT …]", QL_ARG_TEXT, 0, -1, QL_BODY_TEXT, QL_TAKES_NONE, generate_options, ql_verb_generate,
-     "text from the weights being trained", "The cell form takes its body as one prompt.",
-     "%qlora generate \"The capital of France is\" --compare\n%%qlora generate --max_new_tokens 200\nWrite a poem."},
+    {"generate", "[PROMPT …]", QL_ARG_TEXT, 0, -1, QL_BODY_TEXT, QL_TAKES_NONE, generate_options,
+     ql_verb_generate, "text from the weights being trained",
+     "The cell form takes its body as one prompt.",
+     "%qlora generate \"The capital of France is\" --compare\n%%qlora generate --max_new_tokens "
+     "200\nWrite a poem."},
     {"plot", "[RUN …]", QL_ARG_RUN, 0, 12, QL_BODY_NONE, QL_TAKES_NONE, plot_options, ql_verb_plot,
-     "curves of runs, overlaid; the difference below", "RUN is a run's name, a folder or any trainer_state.json.",
+     "curves of runs, overlaid; the difference below",
+     "RUN is a run's name, a folder or any trainer_state.json.",
      "%qlora plot\n%qlora plot run-1 run-2\n%qlora plot run-1 --metric memory"},
     {"memory", "[RUN]", QL_ARG_RUN, 0, 1, QL_BODY_NONE, QL_TAKES_NONE, NULL, ql_verb_memory,
-     "bytes per device by category: now, or over a run's time", NULL, "%qlora memory\n%qlora memory run-1"},
-    {"baseline", "[RUN]", QL_ARG_RUN, 0, 1, QL_BODY_NONE, QL_TAKES_NONE, baseline_options, ql_verb_baseline,
-     "the same job on one device, compared loss by loss",
-     "Accumulation is multiplied so that the samples per step stay. Says whether the losses are the same bits.",
+     "bytes per device by category: now, or over a run's time", NULL,
+     "%qlora memory\n%qlora memory run-1"},
+    {"baseline", "[RUN]", QL_ARG_RUN, 0, 1, QL_BODY_NONE, QL_TAKES_NONE, baseline_options,
+     ql_verb_baseline, "the same job on one device, compared loss by loss",
+     "Accumulation is multiplied so that the samples per step stay. Says whether the losses are "
+     "the same bits.",
      "%qlora baseline run-1 --steps 20"},
     {"verify", "[RUN]", QL_ARG_RUN, 0, 1, QL_BODY_NONE, QL_TAKES_NONE, NULL, ql_verb_verify,
-     "prove a run: base bytes per device, hashes against the file, the adapter reloaded", NULL, "%qlora verify run-1"},
+     "prove a run: base bytes per device, hashes against the file, the adapter reloaded", NULL,
+     "%qlora verify run-1"},
     {"save", "[FOLDER]", QL_ARG_PATH, 0, 1, QL_BODY_NONE, QL_TAKES_NONE, save_options, ql_verb_save,
-     "put the adapter where PEFT loads it", NULL, "%qlora save my-adapter\n%qlora save my-adapter --run run-1"},
+     "put the adapter where PEFT loads it", NULL,
+     "%qlora save my-adapter\n%qlora save my-adapter --run run-1"},
     {"unload", "", QL_ARG_NONE, 0, 0, QL_BODY_NONE, QL_TAKES_NONE, NULL, ql_verb_unload,
      "free the devices; model, settings and runs stay", NULL, "%qlora unload"},
-    {"help", "[VERB or SETTING]", QL_ARG_VERB, 0, 1, QL_BODY_NONE, QL_TAKES_NONE, NULL, ql_verb_help,
-     "this list, a verb, or a setting", NULL, "%qlora help train\n%qlora help lora_alpha"},
+    {"help", "[VERB or SETTING]", QL_ARG_VERB, 0, 1, QL_BODY_NONE, QL_TAKES_NONE, NULL,
+     ql_verb_help, "this list, a verb, or a setting", NULL,
+     "%qlora help train\n%qlora help lora_alpha"},
 };
 
 const ql_verb *ql_verbs(int *n)
@@ -123,7 +142,8 @@ const ql_option *ql_option_find(const ql_verb *verb, const char *name)
     return NULL;
 }
 
-const char *ql_verb_nearest(const char *word, const char *const *names, int n, char *buf, size_t size)
+const char *ql_verb_nearest(const char *word, const char *const *names, int n, char *buf,
+                            size_t size)
 {
     int limit = strlen(word) < 4 ? 1 : strlen(word) < 8 ? 2 : 3, best = limit + 1;
     const char *found = NULL;
@@ -134,12 +154,15 @@ const char *ql_verb_nearest(const char *word, const char *const *names, int n, c
     /* A beginning is as good as a near spelling: `gen` means generate. */
     for (int i = 0; i < n && !found; i++)
         if (strlen(word) >= 2 && strncmp(names[i], word, strlen(word)) == 0) found = names[i];
-    if (found) snprintf(buf, size, "did you mean '%s'?", found);
-    else buf[0] = 0;
+    if (found)
+        snprintf(buf, size, "did you mean '%s'?", found);
+    else
+        buf[0] = 0;
     return buf;
 }
 
-/* The nearest name or alias of a setting that does something: `lora_rnak` is near lora_rank, another name of r. */
+/* The nearest name or alias of a setting that does something: `lora_rnak` is near lora_rank,
+ * another name of r. */
 static const char *near_setting(const char *word, char *buf, size_t size)
 {
     char names[1024][48];
@@ -162,7 +185,8 @@ static const char *near_setting(const char *word, char *buf, size_t size)
     return ql_verb_nearest(word, list, n, buf, size);
 }
 
-/* ---- binding ----------------------------------------------------------------------------------- */
+/* ---- binding -----------------------------------------------------------------------------------
+ */
 
 static ql_status unknown_verb(const char *word)
 {
@@ -170,7 +194,8 @@ static ql_status unknown_verb(const char *word)
     char near[96];
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) names[i] = table[i].name;
     ql_verb_nearest(word, names, (int)(sizeof table / sizeof *table), near, sizeof near);
-    QL_FAIL(QL_EINVAL, "unknown verb '%s': %s", word, near[0] ? near : "%qlora help lists them all");
+    QL_FAIL(QL_EINVAL, "unknown verb '%s': %s", word,
+            near[0] ? near : "%qlora help lists them all");
 }
 
 static ql_status unknown_option(const ql_verb *verb, const char *name)
@@ -182,9 +207,10 @@ static ql_status unknown_option(const ql_verb *verb, const char *name)
     ql_verb_nearest(name, names, n, near, sizeof near);
     if (!near[0] && verb->takes != QL_TAKES_NONE) near_setting(name, near, sizeof near);
     if (!near[0] && verb->takes == QL_TAKES_NONE && ql_setting_find(name))
-        QL_FAIL(QL_EINVAL, "%s takes no settings; set it first: %%qlora config --%s …", verb->name, name);
-    QL_FAIL(QL_EINVAL, "%s has no option --%s: %s%s%s", verb->name, name, near, near[0] ? "" : "%qlora help ",
-            near[0] ? "" : verb->name);
+        QL_FAIL(QL_EINVAL, "%s takes no settings; set it first: %%qlora config --%s …", verb->name,
+                name);
+    QL_FAIL(QL_EINVAL, "%s has no option --%s: %s%s%s", verb->name, name, near,
+            near[0] ? "" : "%qlora help ", near[0] ? "" : verb->name);
 }
 
 static int listed(const char *list, const char *word)
@@ -213,7 +239,8 @@ static ql_status bind_value(ql_call *c, const ql_option *o, const char *text)
             QL_FAIL(QL_EINVAL, "--%s takes a number, not '%s'", o->name, text);
         v = json_real(x);
     } else if (o->type == QL_ARG_FLAG) {
-        v = json_boolean(strcmp(text, "false") && strcmp(text, "0") && strcmp(text, "no") && strcmp(text, "False"));
+        v = json_boolean(strcmp(text, "false") && strcmp(text, "0") && strcmp(text, "no") &&
+                         strcmp(text, "False"));
     } else {
         if (o->type == QL_ARG_CHOICE) {
             if (!listed(o->choices, text))
@@ -221,23 +248,28 @@ static ql_status bind_value(ql_call *c, const ql_option *o, const char *text)
         }
         v = json_string(text);
     }
-    if (!v || json_object_set_new(c->options, o->name, v) < 0) QL_FAIL(QL_EINVAL, "--%s: not UTF-8", o->name);
+    if (!v || json_object_set_new(c->options, o->name, v) < 0)
+        QL_FAIL(QL_EINVAL, "--%s: not UTF-8", o->name);
     return QL_OK;
 }
 
 static int truth_word(const char *s)
 {
-    static const char *const words[] = {"true", "false", "yes", "no", "on", "off", "0", "1", "True", "False", "null", "none", "None"};
+    static const char *const words[] = {"true", "false", "yes",   "no",   "on",   "off", "0",
+                                        "1",    "True",  "False", "null", "none", "None"};
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         if (strcmp(s, words[i]) == 0) return 1;
     return 0;
 }
 
-static ql_status add_setting(ql_call *c, const char *name, const char *text, json_t *value, int line)
+static ql_status add_setting(ql_call *c, const char *name, const char *text, json_t *value,
+                             int line)
 {
     json_t *v = value ? json_incref(value) : ql_text_json(text, strlen(text));
-    json_t *s = json_pack("{s:s, s:o, s:i}", "name", name, value ? "value" : "text", v, "line", line);
-    if (!s || json_array_append_new(c->settings, s) < 0) QL_FAIL(QL_EINVAL, "'%s' is not UTF-8", name);
+    json_t *s =
+        json_pack("{s:s, s:o, s:i}", "name", name, value ? "value" : "text", v, "line", line);
+    if (!s || json_array_append_new(c->settings, s) < 0)
+        QL_FAIL(QL_EINVAL, "'%s' is not UTF-8", name);
     return QL_OK;
 }
 
@@ -247,13 +279,15 @@ static int switches(const ql_setting *s)
     return s->type == QL_SET_BOOL || listed(s->choices, "true") || strcmp(s->name, "fsdp") == 0;
 }
 
-/* Word i is --name, --name=value or --name followed by its value; *used: how many words that took. */
+/* Word i is --name, --name=value or --name followed by its value; *used: how many words that took.
+ */
 static ql_status bind_option(ql_call *c, int i, int *used)
 {
     const ql_word *w = &c->line.words[i], *next = i + 1 < c->line.n ? &c->line.words[i + 1] : NULL;
     char name[128];
     size_t n = w->equals >= 0 ? (size_t)w->equals : strlen(w->text);
-    if (n - 2 >= sizeof name) QL_FAIL(QL_EINVAL, "column %d: no option has so long a name", w->column);
+    if (n - 2 >= sizeof name)
+        QL_FAIL(QL_EINVAL, "column %d: no option has so long a name", w->column);
     for (size_t k = 2; k < n; k++) name[k - 2] = w->text[k] == '-' ? '_' : w->text[k];
     name[n - 2] = 0;
     const ql_verb *v = c->verb;
@@ -263,11 +297,14 @@ static ql_status bind_option(ql_call *c, int i, int *used)
     if (!o && !s && strncmp(name, "no_", 3) == 0 && w->equals < 0) {
         o = ql_option_find(v, name + 3);
         s = o || v->takes == QL_TAKES_NONE ? NULL : ql_setting_find(name + 3);
-        if ((o && o->type == QL_ARG_FLAG) || (s && switches(s))) negated = "false";
-        else o = NULL, s = NULL;
+        if ((o && o->type == QL_ARG_FLAG) || (s && switches(s)))
+            negated = "false";
+        else
+            o = NULL, s = NULL;
     }
     if (!o && !s) return unknown_option(v, name);
-    int flag = o ? o->type == QL_ARG_FLAG : switches(s), plain = flag && (o || s->type == QL_SET_BOOL);
+    int flag = o ? o->type == QL_ARG_FLAG : switches(s),
+        plain = flag && (o || s->type == QL_SET_BOOL);
     const char *value;
     *used = 1;
     if (negated) {
@@ -288,7 +325,8 @@ static ql_status bind_option(ql_call *c, int i, int *used)
 
 static int is_group(const char *name)
 {
-    static const char *const theirs[] = {"TrainingArguments", "SFTConfig", "LoraConfig", "BitsAndBytesConfig", "training"};
+    static const char *const theirs[] = {"TrainingArguments", "SFTConfig", "LoraConfig",
+                                         "BitsAndBytesConfig", "training"};
     const ql_setting *s;
     int n = ql_settings(&s);
     for (int i = 0; i < n; i++)
@@ -302,8 +340,8 @@ static ql_status unknown_key(const char *key, int line)
 {
     char near[160];
     near_setting(key, near, sizeof near);
-    QL_FAIL(QL_EINVAL, "line %d: unknown key '%s'%s%s", line, key, near[0] ? ", " : "; %qlora config --all lists the settings",
-            near);
+    QL_FAIL(QL_EINVAL, "line %d: unknown key '%s'%s%s", line, key,
+            near[0] ? ", " : "; %qlora config --all lists the settings", near);
 }
 
 /* A JSON object under a section's name holds settings. */
@@ -329,7 +367,8 @@ static ql_status bind_body(ql_call *c, const char *text)
         const ql_entry *e = &b.entries[i];
         const ql_setting *s = e->key ? ql_setting_find(e->key) : NULL;
         json_t *v = NULL;
-        /* What stands under a setting is part of its value; what stands under a section is a setting. */
+        /* What stands under a setting is part of its value; what stands under a section is a
+         * setting. */
         int inside = 0;
         for (int p = e->parent; p >= 0; p = b.entries[p].parent)
             inside |= !b.entries[p].key || ql_setting_find(b.entries[p].key) != NULL;
@@ -356,7 +395,8 @@ static ql_status bind(ql_call *c, const char *body)
     if (c->line.n == 0) c->verb = ql_verb_find("help");
     for (int i = 1, used; i < c->line.n; i += used) {
         used = 1;
-        if (!w[i].quoted && strncmp(w[i].text, "--", 2) == 0 && w[i].text[2] && w[i].text[2] != '=') {
+        if (!w[i].quoted && strncmp(w[i].text, "--", 2) == 0 && w[i].text[2] &&
+            w[i].text[2] != '=') {
             QL_TRY(bind_option(c, i, &used));
         } else if (!w[i].quoted && w[i].text[0] == '-' && isalpha((unsigned char)w[i].text[1]) &&
                    c->verb->arg != QL_ARG_TEXT) {
@@ -368,12 +408,17 @@ static ql_status bind(ql_call *c, const char *body)
     const ql_verb *v = c->verb;
     int has_body = body && body[strspn(body, " \t\r\n")];
     if (v->max_args >= 0 && c->n_args > v->max_args)
-        QL_FAIL(QL_EINVAL, "%s: '%s' is one word too many; usage: %%qlora %s %s", v->name, c->args[v->max_args], v->name, v->args);
-    if (c->n_args < v->min_args) QL_FAIL(QL_EINVAL, "%s needs %s; usage: %%qlora %s %s", v->name, v->args, v->name, v->args);
+        QL_FAIL(QL_EINVAL, "%s: '%s' is one word too many; usage: %%qlora %s %s", v->name,
+                c->args[v->max_args], v->name, v->args);
+    if (c->n_args < v->min_args)
+        QL_FAIL(QL_EINVAL, "%s needs %s; usage: %%qlora %s %s", v->name, v->args, v->name, v->args);
     if (!has_body) return QL_OK;
     if (v->body == QL_BODY_SETTINGS) return bind_body(c, body);
-    if (v->body == QL_BODY_TEXT) c->body = body;
-    else QL_FAIL(QL_EINVAL, "%s takes no cell body; write it as a line: %%qlora %s …", v->name, v->name);
+    if (v->body == QL_BODY_TEXT)
+        c->body = body;
+    else
+        QL_FAIL(QL_EINVAL, "%s takes no cell body; write it as a line: %%qlora %s …", v->name,
+                v->name);
     return QL_OK;
 }
 
@@ -385,7 +430,8 @@ ql_status ql_call_bind(const char *line, const char *body, ql_call *out)
         c.args = calloc((size_t)c.line.n + 1, sizeof *c.args);
         c.options = json_object();
         c.settings = json_array();
-        st = c.args && c.options && c.settings ? bind(&c, body) : ql_fail(QL_ENOMEM, "out of memory");
+        st = c.args && c.options && c.settings ? bind(&c, body)
+                                               : ql_fail(QL_ENOMEM, "out of memory");
     }
     if (st != QL_OK) {
         ql_call_free(&c);
@@ -436,7 +482,8 @@ ql_status ql_call_apply(const ql_call *c, ql_job *job)
         const char *name = json_string_value(json_object_get(s, "name"));
         const char *text = json_string_value(json_object_get(s, "text"));
         int line = (int)json_integer_value(json_object_get(s, "line"));
-        ql_status st = text ? ql_job_set_text(job, name, text) : ql_job_set(job, name, json_object_get(s, "value"));
+        ql_status st = text ? ql_job_set_text(job, name, text)
+                            : ql_job_set(job, name, json_object_get(s, "value"));
         if (st == QL_OK) continue;
         if (line > 0) ql_error_prefix("line %d: ", line);
         return st;

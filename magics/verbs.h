@@ -76,6 +76,7 @@ const char *ql_call_str(const ql_call *c, const char *name, const char *def);
 ql_status ql_call_apply(const ql_call *c, ql_job *job);
 
 /* "did you mean 'train'?" or "" . names: n names, get(i). */
-const char *ql_verb_nearest(const char *word, const char *const *names, int n, char *buf, size_t size);
+const char *ql_verb_nearest(const char *word, const char *const *names, int n, char *buf,
+                            size_t size);
 
 #endif

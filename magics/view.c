@@ -28,7 +28,8 @@ int64_t ql_jint(const json_t *o, const char *key, int64_t def)
     return fabs(x) < 9e18 ? (int64_t)x : def; /* NaN fails the test, too */
 }
 
-/* ---- lines ----------------------------------------------------------------------------------------- */
+/* ---- lines
+ * ----------------------------------------------------------------------------------------- */
 
 static char *vtext(const char *fmt, va_list ap)
 {
@@ -110,7 +111,8 @@ void ql_view_warn(ql_view *v, const char *text)
     ql_buf_printf(&b, "! %s", text);
     ql_view_wrap(&v->text, ql_buf_str(&b), QL_VIEW_COLUMNS, 2);
     ql_buf_put(&v->text, "\n");
-    ql_buf_put(&v->html, "<div style=\"margin:2px 0\"><span style=\"color:#c2410c\">&#9888;</span> ");
+    ql_buf_put(&v->html,
+               "<div style=\"margin:2px 0\"><span style=\"color:#c2410c\">&#9888;</span> ");
     ql_buf_html(&v->html, text);
     ql_buf_put(&v->html, "</div>\n");
     ql_buf_free(&b);
@@ -136,7 +138,8 @@ void ql_view_both(ql_view *v, const char *text, const char *html)
 
 json_t *ql_view_bundle(ql_view *v, const json_t *data)
 {
-    while (v->text.len > 0 && v->text.data[v->text.len - 1] == '\n') v->text.data[--v->text.len] = 0;
+    while (v->text.len > 0 && v->text.data[v->text.len - 1] == '\n')
+        v->text.data[--v->text.len] = 0;
     json_t *mimes = json_pack("{s:o}", "text/plain", ql_buf_json(&v->text));
     if (mimes && v->html.len) json_object_set_new(mimes, "text/html", ql_buf_json(&v->html));
     if (mimes && data) json_object_set(mimes, QL_MIME, (json_t *)data);
@@ -160,7 +163,8 @@ json_t *ql_view_text(const char *text, const json_t *data)
     return ql_view_bundle(&v, data);
 }
 
-/* ---- tables ---------------------------------------------------------------------------------------- */
+/* ---- tables
+ * ---------------------------------------------------------------------------------------- */
 
 void ql_table_begin(ql_table *t, const char *spec, ql_buf *names)
 {
@@ -189,8 +193,10 @@ static void table_put(ql_table *t, char *text, char *html)
         if (a) t->text = a;
         char **b = a ? realloc(t->html, n * sizeof *b) : NULL;
         if (b) t->html = b;
-        if (!b) t->failed = 1;
-        else t->rows++;
+        if (!b)
+            t->failed = 1;
+        else
+            t->rows++;
     }
     if (t->failed || !text) {
         t->failed = 1;
@@ -221,18 +227,25 @@ static void table_html(const ql_table *t, ql_buf *b)
 {
     ql_buf_put(b, "<table border=\"1\" class=\"dataframe\">\n");
     for (int r = t->plain ? 0 : -1; r < t->rows; r++) {
-        if (r < 0) ql_buf_put(b, "<thead>");
-        else if (r == 0) ql_buf_put(b, "<tbody>\n");
+        if (r < 0)
+            ql_buf_put(b, "<thead>");
+        else if (r == 0)
+            ql_buf_put(b, "<tbody>\n");
         ql_buf_put(b, "<tr style=\"text-align: right;\">");
         for (int c = 0; c < t->columns; c++) {
             const char *tag = r < 0 ? "th" : "td";
             size_t i = r < 0 ? 0 : (size_t)r * (size_t)t->columns + (size_t)c;
             /* Short cells stay on one line; long ones may wrap. */
             int narrow = r >= 0 && ql_text_width(t->text[i]) <= 40;
-            ql_buf_printf(b, "<%s style=\"text-align:%s%s\">", tag, t->align[c] == QL_RIGHT ? "right" : "left", narrow ? ";white-space:nowrap" : "");
-            if (r < 0) ql_buf_html(b, t->head[c]);
-            else if (t->html[i]) ql_buf_put(b, t->html[i]);
-            else ql_buf_html(b, t->text[i]);
+            ql_buf_printf(b, "<%s style=\"text-align:%s%s\">", tag,
+                          t->align[c] == QL_RIGHT ? "right" : "left",
+                          narrow ? ";white-space:nowrap" : "");
+            if (r < 0)
+                ql_buf_html(b, t->head[c]);
+            else if (t->html[i])
+                ql_buf_put(b, t->html[i]);
+            else
+                ql_buf_html(b, t->text[i]);
             ql_buf_printf(b, "</%s>", tag);
         }
         ql_buf_put(b, r < 0 ? "</tr></thead>\n" : "</tr>\n");
@@ -240,7 +253,8 @@ static void table_html(const ql_table *t, ql_buf *b)
     ql_buf_put(b, "</tbody></table>\n");
 }
 
-/* Widths that fit the page: the widest column gives way, and its cells are wrapped. Returns that column, or -1. */
+/* Widths that fit the page: the widest column gives way, and its cells are wrapped. Returns that
+ * column, or -1. */
 static int table_widths(const ql_table *t, int *width)
 {
     int total = 2 * (t->columns - 1), widest = 0;
@@ -259,7 +273,8 @@ static int table_widths(const ql_table *t, int *width)
     return widest;
 }
 
-static void table_line(const ql_table *t, const int *width, int wrapped, const char *const *cells, ql_buf *b)
+static void table_line(const ql_table *t, const int *width, int wrapped, const char *const *cells,
+                       ql_buf *b)
 {
     ql_buf part = {0};
     const char *rest = NULL;
@@ -303,7 +318,8 @@ static void table_text(const ql_table *t, ql_buf *b)
         }
     }
     for (int r = 0; r < t->rows; r++)
-        table_line(t, width, wrapped, (const char *const *)t->text + (size_t)r * (size_t)t->columns, b);
+        table_line(t, width, wrapped, (const char *const *)t->text + (size_t)r * (size_t)t->columns,
+                   b);
 }
 
 void ql_table_end(ql_view *v, ql_table *t)
@@ -323,25 +339,30 @@ void ql_table_end(ql_view *v, ql_table *t)
     memset(t, 0, sizeof *t);
 }
 
-/* ---- bars, colours, sparklines ----------------------------------------------------------------------- */
+/* ---- bars, colours, sparklines
+ * ----------------------------------------------------------------------- */
 
 const char *ql_colour(int i)
 {
-    static const char *const lines[] = {"#2f5bd7", "#e2572b", "#109676", "#a23ba8", "#b07a12", "#5d6b7b", "#c22a5b", "#3a9ad9"};
+    static const char *const lines[] = {"#2f5bd7", "#e2572b", "#109676", "#a23ba8",
+                                        "#b07a12", "#5d6b7b", "#c22a5b", "#3a9ad9"};
     return lines[(unsigned)i % (sizeof lines / sizeof *lines)];
 }
 
 const char *ql_category_colour(const char *category)
 {
-    /* One colour per kind of memory wherever it is drawn; names as in the engine's memory events. */
+    /* One colour per kind of memory wherever it is drawn; names as in the engine's memory events.
+     */
     static const struct {
         const char *part, *colour;
-    } known[] = {{"base", "#2f5bd7"},    {"weight", "#2f5bd7"},    {"embed", "#6c8be8"},  {"head", "#6c8be8"},
-                 {"gather", "#9db4f2"},  {"scale", "#9db4f2"},     {"adapter", "#109676"}, {"lora", "#109676"},
-                 {"grad", "#66c2a8"},    {"optim", "#b07a12"},     {"activ", "#e2572b"},  {"saved", "#e2572b"},
-                 {"logit", "#f19b7e"},   {"scratch", "#e3c3e8"},   {"work", "#c98bd0"},   {"buffer", "#c98bd0"},
-                 {"kv", "#a23ba8"},      {"comm", "#a23ba8"},      {"batch", "#d6b15e"},  {"runtime", "#5d6b7b"},
-                 {"outside", "#5d6b7b"}, {"other", "#8c98a5"}};
+    } known[] = {{"base", "#2f5bd7"},    {"weight", "#2f5bd7"},  {"embed", "#6c8be8"},
+                 {"head", "#6c8be8"},    {"gather", "#9db4f2"},  {"scale", "#9db4f2"},
+                 {"adapter", "#109676"}, {"lora", "#109676"},    {"grad", "#66c2a8"},
+                 {"optim", "#b07a12"},   {"activ", "#e2572b"},   {"saved", "#e2572b"},
+                 {"logit", "#f19b7e"},   {"scratch", "#e3c3e8"}, {"work", "#c98bd0"},
+                 {"buffer", "#c98bd0"},  {"kv", "#a23ba8"},      {"comm", "#a23ba8"},
+                 {"batch", "#d6b15e"},   {"runtime", "#5d6b7b"}, {"outside", "#5d6b7b"},
+                 {"other", "#8c98a5"}};
     unsigned sum = 0;
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)
         if (strcasestr(category, known[i].part)) return known[i].colour;
@@ -356,10 +377,13 @@ void ql_bar(ql_buf *text, ql_buf *html, const ql_part *parts, int n, double whol
     double sum = 0;
     int filled = 0, pixels = 0;
     for (int i = 0; i < n; i++) sum += parts[i].bytes;
-    /* A sliver of a large device shows nothing: then the bar is the parts' shares, and the numbers tell the rest. */
+    /* A sliver of a large device shows nothing: then the bar is the parts' shares, and the numbers
+     * tell the rest. */
     if (!(whole > 0) || sum > whole || sum < whole / 50) whole = sum > 0 ? sum : 1;
     sum = 0;
-    ql_buf_put(html, "<div style=\"white-space:nowrap;line-height:14px;height:14px;width:360px;background-color:#e3e6ea\">");
+    ql_buf_put(html, "<div "
+                     "style=\"white-space:nowrap;line-height:14px;height:14px;width:360px;"
+                     "background-color:#e3e6ea\">");
     for (int i = 0; i < n; i++) {
         sum += parts[i].bytes;
         int cells = (int)lround(sum / whole * CELLS), end = (int)lround(sum / whole * PIXELS);
@@ -367,8 +391,11 @@ void ql_bar(ql_buf *text, ql_buf *html, const ql_part *parts, int n, double whol
         if (end > pixels) {
             ql_buf_printf(html, "<span title=\"");
             ql_buf_html(html, parts[i].name);
-            ql_buf_printf(html, " %s\" style=\"display:inline-block;height:14px;width:%dpx;background-color:%s\"></span>",
-                          ql_fmt_bytes(parts[i].bytes).s, end - pixels, parts[i].colour);
+            ql_buf_printf(
+                html,
+                " %s\" "
+                "style=\"display:inline-block;height:14px;width:%dpx;background-color:%s\"></span>",
+                ql_fmt_bytes(parts[i].bytes).s, end - pixels, parts[i].colour);
             pixels = end;
         }
     }
@@ -386,8 +413,10 @@ void ql_sparkline(ql_buf *text, const double *y, int n, int columns)
     for (int c = 0; c < columns; c++) {
         double sum = 0;
         int k = 0;
-        for (int i = (int)((int64_t)c * n / columns); i < (int)((int64_t)(c + 1) * n / columns); i++)
+        for (int i = (int)((int64_t)c * n / columns); i < (int)((int64_t)(c + 1) * n / columns);
+             i++)
             if (isfinite(y[i])) sum += y[i], k++;
-        ql_buf_put(text, k ? bars[hi > lo ? (int)fmin(7, (sum / k - lo) / (hi - lo) * 8) : 3] : " ");
+        ql_buf_put(text,
+                   k ? bars[hi > lo ? (int)fmin(7, (sum / k - lo) / (hi - lo) * 8) : 3] : " ");
     }
 }

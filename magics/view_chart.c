@@ -22,7 +22,8 @@ static void points_free(points *p)
 
 typedef enum { HOLES, VALUES } skipped_steps;
 
-/* The records of a history that have `key`, in their order; a skipped step is a hole, or its value. */
+/* The records of a history that have `key`, in their order; a skipped step is a hole, or its value.
+ */
 static points points_of(const json_t *history, const char *key, skipped_steps skipped)
 {
     points p = {0};
@@ -36,9 +37,10 @@ static points points_of(const json_t *history, const char *key, skipped_steps sk
         const json_t *v = json_object_get(r, key);
         if (!v || !json_is_number(json_object_get(r, "step"))) continue;
         p.x[p.n] = ql_jnum(r, "step", 0);
-        p.y[p.n++] = json_is_number(v) && (skipped == VALUES || !json_is_true(json_object_get(r, "skipped")))
-                         ? json_number_value(v)
-                         : (double)NAN;
+        p.y[p.n++] =
+            json_is_number(v) && (skipped == VALUES || !json_is_true(json_object_get(r, "skipped")))
+                ? json_number_value(v)
+                : (double)NAN;
     }
     return p;
 }
@@ -78,7 +80,8 @@ static points thinned(const points *p)
     t.y = calloc((size_t)(p->n < POINTS_MAX ? p->n : POINTS_MAX) + 2, sizeof *t.y);
     if (!t.x || !t.y) return points_free(&t), t;
     for (int s = 0; p->n > POINTS_MAX && s < stretches; s++) {
-        int from = (int)((int64_t)s * p->n / stretches), to = (int)((int64_t)(s + 1) * p->n / stretches);
+        int from = (int)((int64_t)s * p->n / stretches),
+            to = (int)((int64_t)(s + 1) * p->n / stretches);
         int lo = from, hi = from;
         for (int i = from; i < to; i++) {
             if (!isfinite(p->y[lo]) || p->y[i] < p->y[lo]) lo = i;
@@ -97,7 +100,8 @@ static json_t *real(double v)
     return isfinite(v) ? json_real(v) : json_null();
 }
 
-static void add_series(json_t *panel, const char *name, const points *p, const char *colour, const char *kind)
+static void add_series(json_t *panel, const char *name, const points *p, const char *colour,
+                       const char *kind)
 {
     points t = thinned(p);
     json_t *x = json_array(), *y = json_array();
@@ -105,8 +109,9 @@ static void add_series(json_t *panel, const char *name, const points *p, const c
         json_array_append_new(x, real(t.x[i]));
         json_array_append_new(y, real(t.y[i]));
     }
-    json_array_append_new(json_object_get(panel, "series"), json_pack("{s:s, s:o, s:o, s:s, s:s}", "name", name, "x", x, "y", y,
-                                                                      "colour", colour, "kind", kind));
+    json_array_append_new(json_object_get(panel, "series"),
+                          json_pack("{s:s, s:o, s:o, s:s, s:s}", "name", name, "x", x, "y", y,
+                                    "colour", colour, "kind", kind));
     points_free(&t);
 }
 
@@ -119,8 +124,8 @@ static json_t *new_panel(json_t *chart, const char *ylabel, double weight)
 
 static json_t *new_chart(const char *title, const char *xlabel, int height)
 {
-    return json_pack("{s:s, s:s, s:i, s:i, s:[]}", "title", title, "xlabel", xlabel, "width", (int)WIDTH, "height", height,
-                     "panels");
+    return json_pack("{s:s, s:s, s:i, s:i, s:[]}", "title", title, "xlabel", xlabel, "width",
+                     (int)WIDTH, "height", height, "panels");
 }
 
 static const char *metric_label(const char *metric)
@@ -156,8 +161,8 @@ static void add_skipped(json_t *panel, const json_t *history, const char *metric
     points_free(&s);
 }
 
-/* One curve. Alone it is smoothed where it is long; beside others it is drawn as it is, and the first one as a
- * wide band, so that a second one with the same values stays visible on it. */
+/* One curve. Alone it is smoothed where it is long; beside others it is drawn as it is, and the
+ * first one as a wide band, so that a second one with the same values stays visible on it. */
 static void add_run(json_t *panel, const json_t *run, const char *metric, size_t index, size_t runs)
 {
     const json_t *history = json_object_get(run, "history");
@@ -180,7 +185,8 @@ static void add_run(json_t *panel, const json_t *run, const char *metric, size_t
     if (index + 1 == runs) add_skipped(panel, history, metric);
 }
 
-/* b − a where both have the step. Returns how many were shared; *same: how many equal to the last bit. */
+/* b − a where both have the step. Returns how many were shared; *same: how many equal to the last
+ * bit. */
 static int difference(const points *a, const points *b, points *d, int *same)
 {
     int n = 0;
@@ -211,15 +217,19 @@ static void add_differences(json_t *chart, const json_t *runs, const char *metri
         char label[200];
         shared += difference(&first, &p, &d, &equal);
         same += equal;
-        snprintf(label, sizeof label, "%.80s − %.80s", ql_jstr(run, "name", "run"), ql_jstr(json_array_get(runs, 0), "name", "run"));
+        snprintf(label, sizeof label, "%.80s − %.80s", ql_jstr(run, "name", "run"),
+                 ql_jstr(json_array_get(runs, 0), "name", "run"));
         add_series(panel, label, &d, ql_colour((int)i), "line");
         points_free(&p);
         points_free(&d);
     }
     char text[96];
-    if (shared == 0) snprintf(text, sizeof text, "no step in common");
-    else if (same == shared) snprintf(text, sizeof text, "%d of %d: no difference", same, shared);
-    else snprintf(text, sizeof text, "%d of %d steps equal", same, shared);
+    if (shared == 0)
+        snprintf(text, sizeof text, "no step in common");
+    else if (same == shared)
+        snprintf(text, sizeof text, "%d of %d: no difference", same, shared);
+    else
+        snprintf(text, sizeof text, "%d of %d steps equal", same, shared);
     json_object_set_new(panel, "text", json_string(text));
     points_free(&first);
 }
@@ -231,7 +241,8 @@ json_t *ql_chart_runs(const json_t *runs, const char *metric, int diff)
     json_t *panel = new_panel(chart, "", 1);
     if (strcmp(metric, "tokens_per_second") == 0 || strcmp(metric, "learning_rate") == 0)
         json_object_set_new(panel, "floor", json_true());
-    for (size_t i = 0; i < json_array_size(runs); i++) add_run(panel, json_array_get(runs, i), metric, i, json_array_size(runs));
+    for (size_t i = 0; i < json_array_size(runs); i++)
+        add_run(panel, json_array_get(runs, i), metric, i, json_array_size(runs));
     if (both) add_differences(chart, runs, metric);
     return chart;
 }
@@ -239,11 +250,13 @@ json_t *ql_chart_runs(const json_t *runs, const char *metric, int diff)
 json_t *ql_chart_memory(const json_t *run)
 {
     const json_t *events = json_object_get(run, "memory"), *ev, *d;
-    json_t *chart = new_chart("device memory, GiB", "seconds", 260), *panel = new_panel(chart, "", 1);
+    json_t *chart = new_chart("device memory, GiB", "seconds", 260),
+           *panel = new_panel(chart, "", 1);
     size_t i, k, devices = 0;
     json_object_set_new(panel, "floor", json_true());
-    json_array_foreach((json_t *)events, i, ev)
-        if (json_array_size(json_object_get(ev, "devices")) > devices) devices = json_array_size(json_object_get(ev, "devices"));
+    json_array_foreach((json_t *)events, i,
+                       ev) if (json_array_size(json_object_get(ev, "devices")) > devices) devices =
+        json_array_size(json_object_get(ev, "devices"));
     for (size_t dev = 0; dev < devices; dev++) {
         points p = {0};
         char name[120] = "";
@@ -252,11 +265,13 @@ json_t *ql_chart_memory(const json_t *run)
         p.y = calloc(json_array_size(events) + 1, sizeof *p.y);
         json_array_foreach((json_t *)events, k, ev)
         {
-            if (!p.x || !p.y || !(d = json_array_get(json_object_get(ev, "devices"), dev))) continue;
+            if (!p.x || !p.y || !(d = json_array_get(json_object_get(ev, "devices"), dev)))
+                continue;
             if (p.n == 0) start = ql_jnum(json_array_get(events, 0), "t", 0);
             p.x[p.n] = ql_jnum(ev, "t", (double)k) - start;
             p.y[p.n++] = ql_jnum(d, "used", ql_jnum(d, "arena", (double)NAN)) / 1073741824.0;
-            snprintf(name, sizeof name, "%lld: %.80s", (long long)ql_jint(d, "rank", (int64_t)dev), ql_jstr(d, "name", "device"));
+            snprintf(name, sizeof name, "%lld: %.80s", (long long)ql_jint(d, "rank", (int64_t)dev),
+                     ql_jstr(d, "name", "device"));
         }
         add_series(panel, name, &p, ql_colour((int)dev), devices == 1 ? "area" : "line");
         points_free(&p);
@@ -264,7 +279,8 @@ json_t *ql_chart_memory(const json_t *run)
     return chart;
 }
 
-ql_status ql_chart_bundle(const ql_host *host, const json_t *chart, const json_t *data, json_t **bundle)
+ql_status ql_chart_bundle(const ql_host *host, const json_t *chart, const json_t *data,
+                          json_t **bundle)
 {
     ql_view v = {0};
     ql_buf png = {0}, svg = {0};
@@ -277,7 +293,8 @@ ql_status ql_chart_bundle(const ql_host *host, const json_t *chart, const json_t
         ql_buf_base64(&text, png.data, png.len);
         json_t *b = ql_view_bundle(&v, data);
         json_object_set_new(json_object_get(b, "data"), "image/png", ql_buf_json(&text));
-        json_object_set_new(json_object_get(b, "metadata"), "image/png", json_pack("{s:i, s:i}", "width", width, "height", height));
+        json_object_set_new(json_object_get(b, "metadata"), "image/png",
+                            json_pack("{s:i, s:i}", "width", width, "height", height));
         ql_buf_free(&text);
         *bundle = b;
     } else {

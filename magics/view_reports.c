@@ -1,4 +1,5 @@
-/* One view per report: what info, load, config, data, plan, memory, eval, generate, verify and bench say. */
+/* One view per report: what info, load, config, data, plan, memory, eval, generate, verify and
+ * bench say. */
 #include "magics/view.h"
 
 #include <math.h>
@@ -14,7 +15,8 @@ static const char *bytes_or_dash(double v, ql_short *s)
     return isfinite(v) ? s->s : "-";
 }
 
-/* ---- info -------------------------------------------------------------------------------------------- */
+/* ---- info
+ * -------------------------------------------------------------------------------------------- */
 
 static void info_devices(ql_view *v, const json_t *devices)
 {
@@ -47,19 +49,24 @@ static void info_host(ql_view *v, const json_t *info)
     const char *key;
     ql_table_begin(&t, "|", &names);
     ql_table_cell(&t, "processor");
-    ql_table_cell(&t, "%s, %lld threads", ql_jstr(info, "cpu", "CPU"), (long long)ql_jint(info, "cores", 0));
+    ql_table_cell(&t, "%s, %lld threads", ql_jstr(info, "cpu", "CPU"),
+                  (long long)ql_jint(info, "cores", 0));
     ql_table_cell(&t, "memory");
     double limit = ql_jnum(memory, "limit", NONE);
-    ql_table_cell(&t, "%s, %s free%s%s", ql_fmt_bytes(ql_jnum(memory, "total", 0)).s, ql_fmt_bytes(ql_jnum(memory, "available", 0)).s,
-                  isfinite(limit) ? "; this container may use " : "", isfinite(limit) ? ql_fmt_bytes(limit).s : "");
+    ql_table_cell(&t, "%s, %s free%s%s", ql_fmt_bytes(ql_jnum(memory, "total", 0)).s,
+                  ql_fmt_bytes(ql_jnum(memory, "available", 0)).s,
+                  isfinite(limit) ? "; this container may use " : "",
+                  isfinite(limit) ? ql_fmt_bytes(limit).s : "");
     json_array_foreach(json_object_get(info, "disks"), i, disk)
     {
         if (!json_is_object(disk)) continue;
         ql_table_cell(&t, "%s", ql_jstr(disk, "name", ""));
-        ql_table_cell(&t, "%s free of %s", ql_fmt_bytes(ql_jnum(disk, "free", 0)).s, ql_fmt_bytes(ql_jnum(disk, "total", 0)).s);
+        ql_table_cell(&t, "%s free of %s", ql_fmt_bytes(ql_jnum(disk, "free", 0)).s,
+                      ql_fmt_bytes(ql_jnum(disk, "total", 0)).s);
     }
     json_object_foreach(json_object_get(info, "libraries"), key, text)
-        ql_buf_printf(&list, "%s%s %s", list.len ? ", " : "", key, json_is_string(text) ? json_string_value(text) : "not there");
+        ql_buf_printf(&list, "%s%s %s", list.len ? ", " : "", key,
+                      json_is_string(text) ? json_string_value(text) : "not there");
     if (list.len) {
         ql_table_cell(&t, "libraries");
         ql_table_cell(&t, "%s", ql_buf_str(&list));
@@ -79,15 +86,16 @@ json_t *ql_view_info(const json_t *info)
     const json_t *devices = json_object_get(info, "devices");
     ql_view_title(&v, "qlora", "%s", ql_jstr(info, "version", ""));
     if (json_array_size(devices) > 0) info_devices(&v, devices);
-    json_array_foreach(json_object_get(info, "links"), i, text)
-        if (json_is_string(text)) ql_view_note(&v, "%s", json_string_value(text));
+    json_array_foreach(json_object_get(info, "links"), i, text) if (json_is_string(text))
+        ql_view_note(&v, "%s", json_string_value(text));
     info_host(&v, info);
-    json_array_foreach(json_object_get(info, "missing"), i, text)
-        if (json_is_string(text)) ql_view_warn(&v, json_string_value(text));
+    json_array_foreach(json_object_get(info, "missing"), i, text) if (json_is_string(text))
+        ql_view_warn(&v, json_string_value(text));
     return ql_view_bundle(&v, info);
 }
 
-/* ---- load -------------------------------------------------------------------------------------------- */
+/* ---- load
+ * -------------------------------------------------------------------------------------------- */
 
 static void pair(ql_table *t, const char *name, const char *value)
 {
@@ -104,7 +112,8 @@ json_t *ql_view_model(const json_t *m)
     const char *name = ql_jstr(m, "name", ql_jstr(m, "model", "model"));
     double n = ql_jnum(m, "parameters", NONE), bytes = ql_jnum(m, "bytes", NONE);
     if (isfinite(n)) ql_buf_printf(&b, "%s parameters", ql_fmt_count(n).s);
-    if (isfinite(bytes)) ql_buf_printf(&b, "%s%s on disk", b.len ? ", " : "", ql_fmt_bytes(bytes).s);
+    if (isfinite(bytes))
+        ql_buf_printf(&b, "%s%s on disk", b.len ? ", " : "", ql_fmt_bytes(bytes).s);
     ql_view_title(&v, name, "%s", ql_buf_str(&b));
     ql_table_begin(&t, "|", &names);
     pair(&t, "architecture", ql_jstr(m, "arch", ""));
@@ -112,10 +121,15 @@ json_t *ql_view_model(const json_t *m)
     static const char *const keys[] = {"layers", "hidden", "heads", "kv_heads", "vocab"};
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
         if (isfinite(ql_jnum(m, keys[i], NONE)))
-            ql_buf_printf(&b, "%s%s %s", b.len ? ", " : "", ql_fmt_count(ql_jnum(m, keys[i], 0)).s, keys[i]);
+            ql_buf_printf(&b, "%s%s %s", b.len ? ", " : "", ql_fmt_count(ql_jnum(m, keys[i], 0)).s,
+                          keys[i]);
     pair(&t, "shape", ql_buf_str(&b));
     const json_t *q = json_object_get(m, "quantised");
-    pair(&t, "stored as", json_is_string(q) ? json_string_value(q) : json_is_true(q) ? "NF4 (bitsandbytes)" : json_is_false(q) ? "16-bit" : "");
+    pair(&t, "stored as",
+         json_is_string(q)  ? json_string_value(q)
+         : json_is_true(q)  ? "NF4 (bitsandbytes)"
+         : json_is_false(q) ? "16-bit"
+                            : "");
     pair(&t, "adapters", ql_jstr(m, "trainable", ""));
     pair(&t, "folder", ql_jstr(m, "path", ""));
     ql_table_end(&v, &t);
@@ -125,7 +139,8 @@ json_t *ql_view_model(const json_t *m)
     return ql_view_bundle(&v, m);
 }
 
-/* ---- config ------------------------------------------------------------------------------------------- */
+/* ---- config
+ * ------------------------------------------------------------------------------------------- */
 
 static void setting_text(const json_t *value, ql_buf *b)
 {
@@ -170,26 +185,30 @@ static void config_rows(ql_table *t, const ql_job *job, int all)
     }
 }
 
-json_t *ql_view_config(const ql_job *job, const json_t *model, const json_t *notes, int64_t world, int all)
+json_t *ql_view_config(const ql_job *job, const json_t *model, const json_t *notes, int64_t world,
+                       int all)
 {
     ql_view v = {0};
     ql_buf names = {0};
     ql_table t;
     const json_t *text;
     size_t i;
-    int64_t batch = ql_job_int(job, "per_device_train_batch_size"), g = ql_job_int(job, "gradient_accumulation_steps");
+    int64_t batch = ql_job_int(job, "per_device_train_batch_size"),
+            g = ql_job_int(job, "gradient_accumulation_steps");
     const char *name = ql_job_str(job, "model");
     if (world > 0)
-        ql_view_title(&v, "settings", "%s%s%lld × %lld × %lld devices = %lld samples per step", name ? name : "", name ? ", " : "", (long long)batch,
-                      (long long)g, (long long)world, (long long)(batch * g * world));
+        ql_view_title(&v, "settings", "%s%s%lld × %lld × %lld devices = %lld samples per step",
+                      name ? name : "", name ? ", " : "", (long long)batch, (long long)g,
+                      (long long)world, (long long)(batch * g * world));
     else
-        ql_view_title(&v, "settings", "%s%s%lld × %lld samples per step and device", name ? name : "", name ? ", " : "", (long long)batch, (long long)g);
+        ql_view_title(&v, "settings", "%s%s%lld × %lld samples per step and device",
+                      name ? name : "", name ? ", " : "", (long long)batch, (long long)g);
     ql_table_begin(&t, "|setting|value|", &names);
     config_rows(&t, job, all);
     ql_table_end(&v, &t);
     if (*ql_jstr(model, "trainable", "")) ql_view_note(&v, "%s", ql_jstr(model, "trainable", ""));
-    json_array_foreach((json_t *)notes, i, text)
-        if (json_is_string(text)) ql_view_note(&v, "%s", json_string_value(text));
+    json_array_foreach((json_t *)notes, i, text) if (json_is_string(text))
+        ql_view_note(&v, "%s", json_string_value(text));
     ql_view_note(&v, "set: by you. (here): a default that differs from transformers' or PEFT's.");
     ql_buf_free(&names);
     json_t *data = ql_job_json(job), *bundle = ql_view_bundle(&v, data);
@@ -197,9 +216,11 @@ json_t *ql_view_config(const ql_job *job, const json_t *model, const json_t *not
     return bundle;
 }
 
-/* ---- data ---------------------------------------------------------------------------------------------- */
+/* ---- data
+ * ---------------------------------------------------------------------------------------------- */
 
-/* Parts that are trained on stand on a tint; in text between ‹ ›. Spans count bytes of the text's UTF-8. */
+/* Parts that are trained on stand on a tint; in text between ‹ ›. Spans count bytes of the text's
+ * UTF-8. */
 static void sample(ql_view *v, const json_t *s)
 {
     const char *text = ql_jstr(s, "text", "");
@@ -209,8 +230,10 @@ static void sample(ql_view *v, const json_t *s)
     ql_buf_put(&h, "<pre style=\"white-space:pre-wrap;margin:4px 0;line-height:1.35\">");
     json_array_foreach(json_object_get(s, "spans"), i, span)
     {
-        size_t a = (size_t)json_integer_value(json_array_get(span, 0)), b = (size_t)json_integer_value(json_array_get(span, 1));
-        int trained = json_is_true(json_array_get(span, 2)) || json_integer_value(json_array_get(span, 2)) != 0;
+        size_t a = (size_t)json_integer_value(json_array_get(span, 0)),
+               b = (size_t)json_integer_value(json_array_get(span, 1));
+        int trained = json_is_true(json_array_get(span, 2)) ||
+                      json_integer_value(json_array_get(span, 2)) != 0;
         if (a < at || b < a || a >= shown) continue;
         if (b > shown) b = shown;
         char *gap = strndup(text + at, a - at), *part = strndup(text + a, b - a);
@@ -253,7 +276,10 @@ static void histogram(ql_view *v, const json_t *h)
     ql_buf b = {0};
     for (size_t i = 0; y && i < n; i++) {
         const json_t *bin = json_array_get(h, i);
-        y[i] = json_is_number(bin) ? json_number_value(bin) : json_is_object(bin) ? ql_jnum(bin, "count", 0) : json_number_value(json_array_get(bin, json_array_size(bin) - 1));
+        y[i] = json_is_number(bin) ? json_number_value(bin)
+               : json_is_object(bin)
+                   ? ql_jnum(bin, "count", 0)
+                   : json_number_value(json_array_get(bin, json_array_size(bin) - 1));
     }
     if (y && n > 1) {
         ql_sparkline(&b, y, (int)n, 48);
@@ -271,23 +297,30 @@ json_t *ql_view_data(const json_t *r)
     const char *key;
     size_t i;
     double tokens = ql_jnum(r, "tokens", NONE), trained = ql_jnum(r, "trained_tokens", NONE);
-    ql_buf_printf(&b, "%s rows, %s tokens", ql_fmt_count(ql_jnum(r, "rows", NONE)).s, ql_fmt_count(tokens).s);
-    if (isfinite(trained) && tokens > 0) ql_buf_printf(&b, ", %s of them trained on (%.0f %%)", ql_fmt_count(trained).s, 100 * trained / tokens);
+    ql_buf_printf(&b, "%s rows, %s tokens", ql_fmt_count(ql_jnum(r, "rows", NONE)).s,
+                  ql_fmt_count(tokens).s);
+    if (isfinite(trained) && tokens > 0)
+        ql_buf_printf(&b, ", %s of them trained on (%.0f %%)", ql_fmt_count(trained).s,
+                      100 * trained / tokens);
     ql_view_title(&v, ql_jstr(r, "name", "data"), "%s", ql_buf_str(&b));
     histogram(&v, json_object_get(r, "histogram"));
-    if (ql_jnum(r, "truncated", 0) > 0) ql_view_note(&v, "%s rows are cut at max_length", ql_fmt_count(ql_jnum(r, "truncated", 0)).s);
-    json_object_foreach(json_object_get(r, "skipped"), key, value)
-        if (json_is_number(value) && json_number_value(value) > 0)
-            ql_view_note(&v, "%s rows left out: %s", ql_fmt_count(json_number_value(value)).s, key);
-    json_array_foreach(json_object_get(r, "warnings"), i, value)
-        if (json_is_string(value)) ql_view_warn(&v, json_string_value(value));
+    if (ql_jnum(r, "truncated", 0) > 0)
+        ql_view_note(&v, "%s rows are cut at max_length",
+                     ql_fmt_count(ql_jnum(r, "truncated", 0)).s);
+    json_object_foreach(json_object_get(r, "skipped"), key,
+                        value) if (json_is_number(value) && json_number_value(value) > 0)
+        ql_view_note(&v, "%s rows left out: %s", ql_fmt_count(json_number_value(value)).s, key);
+    json_array_foreach(json_object_get(r, "warnings"), i, value) if (json_is_string(value))
+        ql_view_warn(&v, json_string_value(value));
     json_array_foreach(json_object_get(r, "samples"), i, value) sample(&v, value);
-    if (json_array_size(json_object_get(r, "samples")) > 0) ql_view_note(&v, "Marked parts are trained on.");
+    if (json_array_size(json_object_get(r, "samples")) > 0)
+        ql_view_note(&v, "Marked parts are trained on.");
     ql_buf_free(&b);
     return ql_view_bundle(&v, r);
 }
 
-/* ---- plan and memory: bytes by category ---------------------------------------------------------------- */
+/* ---- plan and memory: bytes by category
+ * ---------------------------------------------------------------- */
 
 enum { PARTS_MAX = 24 };
 
@@ -304,7 +337,8 @@ static int categories(const json_t *devices, ql_part *parts)
     size_t i;
     const json_t *d, *v;
     const char *key;
-    json_array_foreach((json_t *)devices, i, d) json_object_foreach(json_object_get(d, "bytes"), key, v)
+    json_array_foreach((json_t *)devices, i, d)
+        json_object_foreach(json_object_get(d, "bytes"), key, v)
     {
         int k = 0;
         while (k < n && strcmp(parts[k].name, key) != 0) k++;
@@ -338,10 +372,13 @@ static void device_bars(ql_view *v, const json_t *devices, const char *whole, co
         }
         double cap = ql_jnum(d, whole, NONE), shown = ql_jnum(d, total, sum);
         ql_bar(&text, &html, mine, n, cap);
-        ql_table_cell(&t, "%lld%s%.16s", (long long)ql_jint(d, "rank", (int64_t)i), *ql_jstr(d, "name", "") ? ": " : "", ql_jstr(d, "name", ""));
+        ql_table_cell(&t, "%lld%s%.16s", (long long)ql_jint(d, "rank", (int64_t)i),
+                      *ql_jstr(d, "name", "") ? ": " : "", ql_jstr(d, "name", ""));
         ql_table_cell2(&t, ql_buf_str(&text), ql_buf_str(&html));
-        if (isfinite(cap)) ql_table_cell(&t, "%s / %s", ql_fmt_bytes(shown).s, ql_fmt_bytes(cap).s);
-        else ql_table_cell(&t, "%s", ql_fmt_bytes(shown).s);
+        if (isfinite(cap))
+            ql_table_cell(&t, "%s / %s", ql_fmt_bytes(shown).s, ql_fmt_bytes(cap).s);
+        else
+            ql_table_cell(&t, "%s", ql_fmt_bytes(shown).s);
         ql_buf_free(&text);
         ql_buf_free(&html);
     }
@@ -363,11 +400,18 @@ static void category_table(ql_view *v, const json_t *devices)
     ql_table_begin(&t, ql_buf_str(&spec), &names);
     for (int k = 0; k < n; k++) {
         char box[120];
-        snprintf(box, sizeof box, "<span style=\"display:inline-block;width:12px;height:12px;background-color:%s\"></span>", parts[k].colour);
+        snprintf(
+            box, sizeof box,
+            "<span "
+            "style=\"display:inline-block;width:12px;height:12px;background-color:%s\"></span>",
+            parts[k].colour);
         ql_table_cell2(&t, shades[k % 4], box);
         ql_table_cell(&t, "%s", parts[k].name);
         for (size_t i = 0; i < shown; i++)
-            ql_table_cell(&t, "%s", ql_fmt_bytes(ql_jnum(json_object_get(json_array_get(devices, i), "bytes"), parts[k].name, 0)).s);
+            ql_table_cell(&t, "%s",
+                          ql_fmt_bytes(ql_jnum(json_object_get(json_array_get(devices, i), "bytes"),
+                                               parts[k].name, 0))
+                              .s);
     }
     if (n > 0) ql_table_end(v, &t);
     ql_buf_free(&names);
@@ -390,10 +434,13 @@ static void alternatives(ql_view *v, const json_t *list)
         ql_table_cell(&t, "%s", ql_jstr(a, "name", ""));
         ql_table_cell(&t, "%s", bytes_or_dash(ql_jnum(a, "per_device", NONE), &s));
         ql_table_cell(&t, "%s", bytes_or_dash(ql_jnum(a, "host", NONE), &s));
-        if (isfinite(seconds)) ql_table_cell(&t, "%s s", ql_fmt_num(seconds, 3).s);
-        else ql_table_cell(&t, "-");
+        if (isfinite(seconds))
+            ql_table_cell(&t, "%s s", ql_fmt_num(seconds, 3).s);
+        else
+            ql_table_cell(&t, "-");
         ql_table_cell(&t, "%s", isfinite(longest) ? ql_fmt_count(longest).s : "-");
-        ql_table_cell(&t, "%s%s%s", fits ? "fits" : "does not fit", *ql_jstr(a, "why", "") ? ": " : "", ql_jstr(a, "why", ""));
+        ql_table_cell(&t, "%s%s%s", fits ? "fits" : "does not fit",
+                      *ql_jstr(a, "why", "") ? ": " : "", ql_jstr(a, "why", ""));
     }
     ql_table_end(v, &t);
     ql_buf_free(&names);
@@ -410,7 +457,8 @@ static void chosen_words(const json_t *chosen, ql_buf *b)
     json_object_foreach((json_t *)chosen, key, v)
     {
         if (json_is_object(v) || json_is_array(v) || json_is_null(v) || json_is_false(v)) continue;
-        if (json_is_integer(v) && json_integer_value(v) == 0) continue; /* "recomputed 0" says nothing */
+        if (json_is_integer(v) && json_integer_value(v) == 0)
+            continue; /* "recomputed 0" says nothing */
         ql_buf_put(b, b->len ? ", " : "");
         for (const char *c = key; *c; c++) ql_buf_add(b, *c == '_' ? " " : c, 1);
         ql_buf_put(b, " ");
@@ -426,13 +474,17 @@ json_t *ql_view_plan(const json_t *p, const char *on)
     size_t i;
     int fits = json_is_true(json_object_get(p, "fits"));
     chosen_words(json_object_get(p, "chosen"), &b);
-    ql_view_title(&v, fits ? "fits" : "does not fit", "%s%s%s", on ? on : "", on && b.len ? ", " : "", ql_buf_str(&b));
+    ql_view_title(&v, fits ? "fits" : "does not fit", "%s%s%s", on ? on : "",
+                  on && b.len ? ", " : "", ql_buf_str(&b));
     device_bars(&v, devices, "capacity", "total");
     category_table(&v, devices);
-    if (ql_jnum(p, "host", 0) > 0) ql_view_note(&v, "host memory: %s", ql_fmt_bytes(ql_jnum(p, "host", 0)).s);
-    if (ql_jnum(p, "longest", 0) > 0) ql_view_note(&v, "longest sequence that fits: %s tokens", ql_fmt_count(ql_jnum(p, "longest", 0)).s);
-    json_array_foreach(json_object_get(p, "why"), i, text)
-        if (json_is_string(text)) ql_view_note(&v, "%s", json_string_value(text));
+    if (ql_jnum(p, "host", 0) > 0)
+        ql_view_note(&v, "host memory: %s", ql_fmt_bytes(ql_jnum(p, "host", 0)).s);
+    if (ql_jnum(p, "longest", 0) > 0)
+        ql_view_note(&v, "longest sequence that fits: %s tokens",
+                     ql_fmt_count(ql_jnum(p, "longest", 0)).s);
+    json_array_foreach(json_object_get(p, "why"), i, text) if (json_is_string(text))
+        ql_view_note(&v, "%s", json_string_value(text));
     alternatives(&v, json_object_get(p, "alternatives"));
     ql_buf_clear(&b);
     json_array_foreach(json_object_get(p, "exact_worlds"), i, text)
@@ -457,16 +509,20 @@ json_t *ql_view_memory(const json_t *ev)
     json_array_foreach((json_t *)devices, i, d)
     {
         static const char *const keys[] = {"arena", "peak", "process", "used", "total"};
-        ql_table_cell(&t, "%lld: %.20s", (long long)ql_jint(d, "rank", (int64_t)i), ql_jstr(d, "name", "device"));
-        for (size_t k = 0; k < 5; k++) ql_table_cell(&t, "%s", bytes_or_dash(ql_jnum(d, keys[k], NONE), &s));
+        ql_table_cell(&t, "%lld: %.20s", (long long)ql_jint(d, "rank", (int64_t)i),
+                      ql_jstr(d, "name", "device"));
+        for (size_t k = 0; k < 5; k++)
+            ql_table_cell(&t, "%s", bytes_or_dash(ql_jnum(d, keys[k], NONE), &s));
     }
     if (json_array_size(devices) > 0) ql_table_end(&v, &t);
-    if (ql_jnum(ev, "host", 0) > 0) ql_view_note(&v, "host memory: %s", ql_fmt_bytes(ql_jnum(ev, "host", 0)).s);
+    if (ql_jnum(ev, "host", 0) > 0)
+        ql_view_note(&v, "host memory: %s", ql_fmt_bytes(ql_jnum(ev, "host", 0)).s);
     ql_buf_free(&names);
     return ql_view_bundle(&v, ev);
 }
 
-/* ---- eval, verify, bench, generate ----------------------------------------------------------------------- */
+/* ---- eval, verify, bench, generate
+ * ----------------------------------------------------------------------- */
 
 json_t *ql_view_eval(const json_t *r)
 {
@@ -475,8 +531,10 @@ json_t *ql_view_eval(const json_t *r)
     char text[80];
     snprintf(text, sizeof text, isfinite(loss) ? "eval_loss %.4f" : "eval_loss -", loss);
     if (isfinite(ql_jnum(r, "eval_runtime", NONE)))
-        ql_view_title(&v, text, "perplexity %s, %s", ql_fmt_num(exp(loss), 4).s, ql_fmt_time(ql_jnum(r, "eval_runtime", 0)).s);
-    else ql_view_title(&v, text, "perplexity %s", ql_fmt_num(exp(loss), 4).s);
+        ql_view_title(&v, text, "perplexity %s, %s", ql_fmt_num(exp(loss), 4).s,
+                      ql_fmt_time(ql_jnum(r, "eval_runtime", 0)).s);
+    else
+        ql_view_title(&v, text, "perplexity %s", ql_fmt_num(exp(loss), 4).s);
     return ql_view_bundle(&v, r);
 }
 
@@ -488,12 +546,15 @@ json_t *ql_view_verify(const json_t *r)
     size_t i, bad = 0;
     const json_t *c, *checks = json_object_get(r, "checks");
     json_array_foreach((json_t *)checks, i, c) bad += !json_is_true(json_object_get(c, "ok"));
-    ql_view_title(&v, bad ? "not verified" : "verified", "%zu of %zu checks hold", json_array_size(checks) - bad, json_array_size(checks));
+    ql_view_title(&v, bad ? "not verified" : "verified", "%zu of %zu checks hold",
+                  json_array_size(checks) - bad, json_array_size(checks));
     ql_table_begin(&t, "|check|", &names);
     json_array_foreach((json_t *)checks, i, c)
     {
         int ok = json_is_true(json_object_get(c, "ok"));
-        ql_table_cell2(&t, ok ? "✓" : "✗", ok ? "<span style=\"color:#109676\">&#10003;</span>" : "<span style=\"color:#c22a5b\">&#10007;</span>");
+        ql_table_cell2(&t, ok ? "✓" : "✗",
+                       ok ? "<span style=\"color:#109676\">&#10003;</span>"
+                          : "<span style=\"color:#c22a5b\">&#10007;</span>");
         ql_table_cell(&t, "%s", ql_jstr(c, "name", ""));
         ql_table_cell(&t, "%s", ql_jstr(c, "text", ""));
     }
@@ -515,11 +576,15 @@ json_t *ql_view_bench(const json_t *r)
     {
         double part = ql_jnum(c, "of_peak", NONE);
         ql_table_cell(&t, "%s", ql_jstr(c, "name", ""));
-        ql_table_cell(&t, "%s %s", ql_fmt_num(ql_jnum(c, "value", NONE), 4).s, ql_jstr(c, "unit", ""));
-        if (isfinite(part)) ql_table_cell(&t, "%.0f %%", part * 100);
-        else ql_table_cell(&t, "%s", "");
+        ql_table_cell(&t, "%s %s", ql_fmt_num(ql_jnum(c, "value", NONE), 4).s,
+                      ql_jstr(c, "unit", ""));
+        if (isfinite(part))
+            ql_table_cell(&t, "%.0f %%", part * 100);
+        else
+            ql_table_cell(&t, "%s", "");
         ql_table_cell(&t, "%s", ql_jstr(c, "text", ""));
-        ql_buf_printf(&block, "%s: %s %s\n", ql_jstr(c, "name", ""), ql_fmt_num(ql_jnum(c, "value", NONE), 4).s, ql_jstr(c, "unit", ""));
+        ql_buf_printf(&block, "%s: %s %s\n", ql_jstr(c, "name", ""),
+                      ql_fmt_num(ql_jnum(c, "value", NONE), 4).s, ql_jstr(c, "unit", ""));
     }
     ql_table_end(&v, &t);
     ql_view_note(&v, "To paste:");
@@ -534,7 +599,8 @@ static void generated(ql_view *v, const char *label, const char *prompt, const c
     ql_buf b = {0};
     if (*label) ql_view_note(v, "%s", label);
     ql_buf_printf(&b, "%s%s", prompt, text);
-    ql_buf_put(&v->html, "<pre style=\"white-space:pre-wrap;margin:2px 0 8px 0;line-height:1.35\"><span style=\"opacity:0.65\">");
+    ql_buf_put(&v->html, "<pre style=\"white-space:pre-wrap;margin:2px 0 8px "
+                         "0;line-height:1.35\"><span style=\"opacity:0.65\">");
     ql_buf_html(&v->html, prompt);
     ql_buf_put(&v->html, "</span>");
     ql_buf_html(&v->html, text);
@@ -552,7 +618,8 @@ json_t *ql_view_generated(const json_t *prompts, const json_t *r)
     size_t i;
     json_array_foreach((json_t *)prompts, i, p)
     {
-        const char *prompt = json_string_value(p), *a = json_string_value(json_array_get(texts, i)), *b = json_string_value(json_array_get(base, i));
+        const char *prompt = json_string_value(p), *a = json_string_value(json_array_get(texts, i)),
+                   *b = json_string_value(json_array_get(base, i));
         if (i > 0) ql_buf_put(&v.text, "\n");
         prompt = prompt ? prompt : "";
         if (a || !both) generated(&v, both ? "with the adapter" : "", prompt, a ? a : "");

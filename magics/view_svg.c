@@ -38,10 +38,10 @@ static range x_range(const json_t *chart)
     range r = {INFINITY, -INFINITY};
     size_t p, s;
     const json_t *panel, *series;
-    json_array_foreach(json_object_get(chart, "panels"), p, panel)
-        json_array_foreach(json_object_get(panel, "series"), s, series)
-            for (size_t i = 0; i < json_array_size(json_object_get(series, "x")); i++)
-                extend(&r, item(json_object_get(series, "x"), i));
+    json_array_foreach(json_object_get(chart, "panels"), p, panel) json_array_foreach(
+        json_object_get(panel, "series"), s,
+        series) for (size_t i = 0; i < json_array_size(json_object_get(series, "x")); i++)
+        extend(&r, item(json_object_get(series, "x"), i));
     extend(&r, ql_jnum(chart, "xmin", (double)NAN));
     extend(&r, ql_jnum(chart, "xmax", (double)NAN));
     if (!(r.lo <= r.hi)) r.lo = 0, r.hi = 1;
@@ -54,9 +54,9 @@ static range y_range(const json_t *panel)
     range r = {INFINITY, -INFINITY};
     size_t s;
     const json_t *series;
-    json_array_foreach(json_object_get(panel, "series"), s, series)
-        for (size_t i = 0; i < json_array_size(json_object_get(series, "y")); i++)
-            extend(&r, item(json_object_get(series, "y"), i));
+    json_array_foreach(json_object_get(panel, "series"), s,
+                       series) for (size_t i = 0; i < json_array_size(json_object_get(series, "y"));
+                                    i++) extend(&r, item(json_object_get(series, "y"), i));
     int floor_at_zero = json_is_true(json_object_get(panel, "floor"));
     if (floor_at_zero || json_is_true(json_object_get(panel, "zero"))) extend(&r, 0);
     if (!(r.lo <= r.hi)) r.lo = 0, r.hi = 1;
@@ -103,29 +103,40 @@ static void axes(ql_buf *b, const frame *f, const json_t *panel, const char *xla
     double first = ceil(f->yr.lo / step - 1e-9) * step;
     for (int k = 0; k < 16 && first + k * step <= f->yr.hi + step * 1e-9; k++) {
         double v = first + k * step, y = py(f, v);
-        ql_buf_printf(b, "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"" GRID "\"/>", f->x, f->x + f->w, y, y);
-        ql_buf_printf(b, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"end\">%s</text>", f->x - 7, y + 3.5, tick_text(v, step).s);
+        ql_buf_printf(b,
+                      "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"" GRID "\"/>",
+                      f->x, f->x + f->w, y, y);
+        ql_buf_printf(b, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"end\">%s</text>", f->x - 7,
+                      y + 3.5, tick_text(v, step).s);
     }
     if (json_is_true(json_object_get(panel, "zero")))
-        ql_buf_printf(b, "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"#aab3bd\"/>", f->x, f->x + f->w, py(f, 0), py(f, 0));
-    ql_buf_printf(b, "<text x=\"%.1f\" y=\"%.1f\" transform=\"rotate(-90 %.1f %.1f)\" text-anchor=\"middle\">", 14.0, f->y + f->h / 2, 14.0,
-                  f->y + f->h / 2);
+        ql_buf_printf(b,
+                      "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"#aab3bd\"/>",
+                      f->x, f->x + f->w, py(f, 0), py(f, 0));
+    ql_buf_printf(
+        b,
+        "<text x=\"%.1f\" y=\"%.1f\" transform=\"rotate(-90 %.1f %.1f)\" text-anchor=\"middle\">",
+        14.0, f->y + f->h / 2, 14.0, f->y + f->h / 2);
     ql_buf_html(b, ql_jstr(panel, "ylabel", ""));
     ql_buf_put(b, "</text>");
     const char *note = ql_jstr(panel, "text", NULL);
     if (note) {
-        ql_buf_printf(b, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"end\" fill=\"" INK "\">", f->x + f->w - 6, f->y + 13);
+        ql_buf_printf(b, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"end\" fill=\"" INK "\">",
+                      f->x + f->w - 6, f->y + 13);
         ql_buf_html(b, note);
         ql_buf_put(b, "</text>");
     }
-    ql_buf_printf(b, "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"#aab3bd\"/>", f->x, f->x + f->w, f->y + f->h, f->y + f->h);
+    ql_buf_printf(b, "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"#aab3bd\"/>",
+                  f->x, f->x + f->w, f->y + f->h, f->y + f->h);
     if (!last) return;
     step = tick_step(f->xr, 8, 1);
     first = ceil(f->xr.lo / step - 1e-9) * step;
     for (int k = 0; k < 16 && first + k * step <= f->xr.hi + step * 1e-9; k++)
-        ql_buf_printf(b, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%s</text>", px(f, first + k * step), f->y + f->h + 15,
+        ql_buf_printf(b, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%s</text>",
+                      px(f, first + k * step), f->y + f->h + 15,
                       tick_text(first + k * step, step).s);
-    ql_buf_printf(b, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">", f->x + f->w / 2, f->y + f->h + 31);
+    ql_buf_printf(b, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">", f->x + f->w / 2,
+                  f->y + f->h + 31);
     ql_buf_html(b, xlabel);
     ql_buf_put(b, "</text>");
 }
@@ -145,15 +156,21 @@ static void path(ql_buf *b, const frame *f, const json_t *xs, const json_t *ys)
     }
 }
 
-static void marks(ql_buf *b, const frame *f, const json_t *xs, const json_t *ys, const char *colour, int cross)
+static void marks(ql_buf *b, const frame *f, const json_t *xs, const json_t *ys, const char *colour,
+                  int cross)
 {
     for (size_t i = 0; i < json_array_size(xs); i++) {
         double x = px(f, item(xs, i)), y = py(f, item(ys, i));
         if (!isfinite(x) || !isfinite(y)) continue;
         if (cross)
-            ql_buf_printf(b, "<path d=\"M%.1f %.1fl7 7m0 -7l-7 7\" stroke=\"%s\" stroke-width=\"1.6\"/>", x - 3.5, y - 3.5, colour);
+            ql_buf_printf(
+                b, "<path d=\"M%.1f %.1fl7 7m0 -7l-7 7\" stroke=\"%s\" stroke-width=\"1.6\"/>",
+                x - 3.5, y - 3.5, colour);
         else
-            ql_buf_printf(b, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"3.6\" fill=\"#fff\" stroke=\"%s\" stroke-width=\"1.8\"/>", x, y, colour);
+            ql_buf_printf(b,
+                          "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"3.6\" fill=\"#fff\" stroke=\"%s\" "
+                          "stroke-width=\"1.8\"/>",
+                          x, y, colour);
     }
 }
 
@@ -171,8 +188,17 @@ static void draw_series(ql_buf *b, const frame *f, const json_t *s)
         ql_buf_printf(b, "V%.1fH%.1fZ\"/>", f->y + f->h, px(f, item(xs, 0)));
     }
     int faint = strcmp(kind, "faint") == 0, wide = strcmp(kind, "wide") == 0;
-    ql_buf_printf(b, "<path fill=\"none\" stroke=\"%s\" stroke-width=\"%s\" stroke-opacity=\"%s\" stroke-linejoin=\"round\" "
-                     "stroke-linecap=\"round\" d=\"", colour, faint ? "1" : wide ? "5" : "1.8", faint ? "0.28" : wide ? "0.35" : "1");
+    ql_buf_printf(b,
+                  "<path fill=\"none\" stroke=\"%s\" stroke-width=\"%s\" stroke-opacity=\"%s\" "
+                  "stroke-linejoin=\"round\" "
+                  "stroke-linecap=\"round\" d=\"",
+                  colour,
+                  faint  ? "1"
+                  : wide ? "5"
+                         : "1.8",
+                  faint  ? "0.28"
+                  : wide ? "0.35"
+                         : "1");
     path(b, f, xs, ys);
     ql_buf_put(b, "\"/>");
 }
@@ -183,7 +209,9 @@ static int repeated(const json_t *all, size_t i)
     const char *name = ql_jstr(json_array_get(all, i), "name", "");
     for (size_t k = 0; k < i; k++) {
         const json_t *s = json_array_get(all, k);
-        if (strcmp(ql_jstr(s, "kind", ""), "faint") != 0 && strcmp(ql_jstr(s, "name", ""), name) == 0) return 1;
+        if (strcmp(ql_jstr(s, "kind", ""), "faint") != 0 &&
+            strcmp(ql_jstr(s, "name", ""), name) == 0)
+            return 1;
     }
     return 0;
 }
@@ -195,7 +223,8 @@ static void legend(ql_buf *b, const json_t *panel, double right, double y)
     double x = right;
     for (size_t i = json_array_size(all); i-- > 0;) {
         const json_t *s = json_array_get(all, i);
-        const char *kind = ql_jstr(s, "kind", "line"), *colour = ql_jstr(s, "colour", INK), *name = ql_jstr(s, "name", "");
+        const char *kind = ql_jstr(s, "kind", "line"), *colour = ql_jstr(s, "colour", INK),
+                   *name = ql_jstr(s, "name", "");
         if (strcmp(kind, "faint") == 0 || x < 160 || repeated(all, i)) continue;
         char label[64];
         snprintf(label, sizeof label, "%.*s", (int)ql_text_fit(name, 28), name);
@@ -204,34 +233,51 @@ static void legend(ql_buf *b, const json_t *panel, double right, double y)
         ql_buf_put(b, "</text>");
         x -= ql_text_width(label) * 6.3 + 8;
         if (strcmp(kind, "dots") == 0)
-            ql_buf_printf(b, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"3.4\" fill=\"#fff\" stroke=\"%s\" stroke-width=\"1.8\"/>", x - 6, y - 4, colour);
+            ql_buf_printf(b,
+                          "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"3.4\" fill=\"#fff\" stroke=\"%s\" "
+                          "stroke-width=\"1.8\"/>",
+                          x - 6, y - 4, colour);
         else if (strcmp(kind, "cross") == 0)
-            ql_buf_printf(b, "<path d=\"M%.1f %.1fl6 6m0 -6l-6 6\" stroke=\"%s\" stroke-width=\"1.6\"/>", x - 9, y - 7, colour);
+            ql_buf_printf(
+                b, "<path d=\"M%.1f %.1fl6 6m0 -6l-6 6\" stroke=\"%s\" stroke-width=\"1.6\"/>",
+                x - 9, y - 7, colour);
         else
-            ql_buf_printf(b, "<path d=\"M%.1f %.1fh14\" stroke=\"%s\" stroke-width=\"%s\" stroke-opacity=\"%s\" stroke-linecap=\"round\"/>", x - 16,
-                          y - 4, colour, strcmp(kind, "wide") == 0 ? "5" : "2.4", strcmp(kind, "wide") == 0 ? "0.35" : "1");
+            ql_buf_printf(b,
+                          "<path d=\"M%.1f %.1fh14\" stroke=\"%s\" stroke-width=\"%s\" "
+                          "stroke-opacity=\"%s\" stroke-linecap=\"round\"/>",
+                          x - 16, y - 4, colour, strcmp(kind, "wide") == 0 ? "5" : "2.4",
+                          strcmp(kind, "wide") == 0 ? "0.35" : "1");
         x -= 30;
     }
 }
 
 ql_status ql_chart_svg(const json_t *chart, ql_buf *b)
 {
-    double width = ql_jnum(chart, "width", 720), height = ql_jnum(chart, "height", 280), weights = 0, y = 40;
+    double width = ql_jnum(chart, "width", 720), height = ql_jnum(chart, "height", 280),
+           weights = 0, y = 40;
     const json_t *panels = json_object_get(chart, "panels"), *panel, *series;
     size_t p, s, n = json_array_size(panels);
     json_array_foreach((json_t *)panels, p, panel) weights += ql_jnum(panel, "weight", 1);
     if (n == 0 || !(weights > 0)) QL_FAIL(QL_EINTERNAL, "a chart without panels");
     double room = height - 40 - 42 - 18.0 * (double)(n - 1);
-    ql_buf_printf(b, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%.0f\" height=\"%.0f\" viewBox=\"0 0 %.0f %.0f\" "
-                     "font-family=\"" FONT "\" font-size=\"11\" fill=\"" QUIET "\">"
-                     "<rect width=\"%.0f\" height=\"%.0f\" rx=\"6\" fill=\"#ffffff\"/>", width, height, width, height, width, height);
+    ql_buf_printf(b,
+                  "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%.0f\" height=\"%.0f\" "
+                  "viewBox=\"0 0 %.0f %.0f\" "
+                  "font-family=\"" FONT "\" font-size=\"11\" fill=\"" QUIET "\">"
+                  "<rect width=\"%.0f\" height=\"%.0f\" rx=\"6\" fill=\"#ffffff\"/>",
+                  width, height, width, height, width, height);
     ql_buf_put(b, "<text x=\"58\" y=\"24\" font-size=\"13\" font-weight=\"600\" fill=\"" INK "\">");
     ql_buf_html(b, ql_jstr(chart, "title", ""));
     ql_buf_put(b, "</text>");
     legend(b, json_array_get(panels, 0), width - 18, 24);
     json_array_foreach((json_t *)panels, p, panel)
     {
-        frame f = {58, y, width - 58 - 18, room * ql_jnum(panel, "weight", 1) / weights, x_range(chart), y_range(panel)};
+        frame f = {58,
+                   y,
+                   width - 58 - 18,
+                   room * ql_jnum(panel, "weight", 1) / weights,
+                   x_range(chart),
+                   y_range(panel)};
         axes(b, &f, panel, ql_jstr(chart, "xlabel", "step"), p + 1 == n);
         json_array_foreach(json_object_get(panel, "series"), s, series) draw_series(b, &f, series);
         y += f.h + 18;
@@ -241,7 +287,8 @@ ql_status ql_chart_svg(const json_t *chart, ql_buf *b)
     return QL_OK;
 }
 
-/* ---- dots -------------------------------------------------------------------------------------------- */
+/* ---- dots
+ * -------------------------------------------------------------------------------------------- */
 
 enum { DOT_COLUMNS = 66, DOT_ROWS_MAX = 12 };
 
@@ -259,17 +306,22 @@ static void dot(unsigned char cells[DOT_ROWS_MAX][DOT_COLUMNS], int rows, double
     cells[y / 4][x / 2] |= bit[y % 4][x % 2];
 }
 
-static void dot_series(unsigned char cells[DOT_ROWS_MAX][DOT_COLUMNS], int rows, const json_t *s, range xr, range yr)
+static void dot_series(unsigned char cells[DOT_ROWS_MAX][DOT_COLUMNS], int rows, const json_t *s,
+                       range xr, range yr)
 {
     const json_t *xs = json_object_get(s, "x"), *ys = json_object_get(s, "y");
     double px0 = (double)NAN, py0 = (double)NAN;
     int joined = is_curve(s);
     for (size_t i = 0; i < json_array_size(xs); i++) {
-        double x = (item(xs, i) - xr.lo) / (xr.hi - xr.lo), y = (item(ys, i) - yr.lo) / (yr.hi - yr.lo);
-        int steps = joined && isfinite(px0 + py0 + x + y) ? 1 + (int)(fabs(x - px0) * DOT_COLUMNS * 2 + fabs(y - py0) * rows * 4) : 1;
+        double x = (item(xs, i) - xr.lo) / (xr.hi - xr.lo),
+               y = (item(ys, i) - yr.lo) / (yr.hi - yr.lo);
+        int steps = joined && isfinite(px0 + py0 + x + y)
+                        ? 1 + (int)(fabs(x - px0) * DOT_COLUMNS * 2 + fabs(y - py0) * rows * 4)
+                        : 1;
         for (int k = 1; k <= steps && isfinite(x + y); k++) {
             double t = (double)k / steps;
-            dot(cells, rows, steps == 1 ? x : px0 + (x - px0) * t, steps == 1 ? y : py0 + (y - py0) * t);
+            dot(cells, rows, steps == 1 ? x : px0 + (x - px0) * t,
+                steps == 1 ? y : py0 + (y - py0) * t);
         }
         px0 = x, py0 = y;
     }
@@ -281,16 +333,19 @@ static void dot_panel(const json_t *panel, range xr, int rows, ql_buf *text)
     range yr = y_range(panel);
     size_t s;
     const json_t *series;
-    json_array_foreach(json_object_get(panel, "series"), s, series)
-        if (strcmp(ql_jstr(series, "kind", "line"), "faint") != 0) dot_series(cells, rows, series, xr, yr);
+    json_array_foreach(json_object_get(panel, "series"), s,
+                       series) if (strcmp(ql_jstr(series, "kind", "line"), "faint") != 0)
+        dot_series(cells, rows, series, xr, yr);
     double step = (yr.hi - yr.lo) / 50; /* finer than a row: labels show what a row stands for */
     for (int r = 0; r < rows; r++) {
         double v = r == 0 ? yr.hi : r == rows - 1 ? yr.lo : (double)NAN;
-        ql_buf_printf(text, "%9s ┤", isfinite(v) ? tick_text(v, pow(10, floor(log10(step)))).s : "");
+        ql_buf_printf(text, "%9s ┤",
+                      isfinite(v) ? tick_text(v, pow(10, floor(log10(step)))).s : "");
         int last = DOT_COLUMNS;
         while (last > 0 && !cells[r][last - 1]) last--;
         for (int c = 0; c < last; c++) {
-            char utf8[4] = {(char)0xe2, (char)(0xa0 | cells[r][c] >> 6), (char)(0x80 | (cells[r][c] & 0x3f)), 0};
+            char utf8[4] = {(char)0xe2, (char)(0xa0 | cells[r][c] >> 6),
+                            (char)(0x80 | (cells[r][c] & 0x3f)), 0};
             ql_buf_put(text, utf8);
         }
         ql_buf_put(text, "\n");
@@ -312,14 +367,17 @@ void ql_chart_text(const json_t *chart, ql_buf *text)
         if (!is_curve(s)) continue;
         for (size_t k = json_array_size(ys); k-- > 0 && !isfinite(last);) last = item(ys, k);
         char part[96];
-        snprintf(part, sizeof part, " · %.*s %s", (int)ql_text_fit(name, 30), name, ql_fmt_num(last, 5).s);
+        snprintf(part, sizeof part, " · %.*s %s", (int)ql_text_fit(name, 30), name,
+                 ql_fmt_num(last, 5).s);
         if ((column += ql_text_width(part)) > 60) ql_buf_put(text, "\n "), column = 0;
         ql_buf_put(text, part);
     }
     ql_buf_put(text, "\n");
     json_array_foreach((json_t *)panels, p, panel)
     {
-        if (p > 0) ql_buf_printf(text, "%s: %s\n", ql_jstr(panel, "ylabel", ""), ql_jstr(panel, "text", ""));
+        if (p > 0)
+            ql_buf_printf(text, "%s: %s\n", ql_jstr(panel, "ylabel", ""),
+                          ql_jstr(panel, "text", ""));
         dot_panel(panel, xr, p == 0 ? 10 : 4, text);
     }
     ql_buf_pad(text, ' ', 10);

@@ -29,7 +29,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
             for (int i = 0; i < body.n; i++) {
                 json_t *value = NULL;
                 if (body.entries[i].parent >= i) abort();
-                if (body.entries[i].parent < 0 && ql_body_value(&body, i, &value) == QL_OK) json_decref(value);
+                if (body.entries[i].parent < 0 && ql_body_value(&body, i, &value) == QL_OK)
+                    json_decref(value);
             }
             ql_body_free(&body);
         } else if (!ql_error()[0]) {

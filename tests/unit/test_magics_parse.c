@@ -26,12 +26,15 @@ TEST(line_words)
 {
     CHECK_STR(words(""), "");
     CHECK_STR(words("  load   tiny "), "load|tiny");
-    CHECK_STR(words("load \"my model\" --dtype nf4 --seed=7"), "load|my model|--dtype|nf4|--seed=7");
+    CHECK_STR(words("load \"my model\" --dtype nf4 --seed=7"),
+              "load|my model|--dtype|nf4|--seed=7");
     CHECK_STR(words("generate 'a \\n b' \"a\\nb \\\"c\\\"\""), "generate|a \\n b|a\nb \"c\"");
     CHECK_STR(words("generate don't"), "generate|don't");
     CHECK_STR(words("config --name=\"a b\"c"), "config|--name=a bc");
-    CHECK_STR(words("config --target_modules [\"q_proj\", \"v_proj\"]"), "config|--target_modules|[\"q_proj\", \"v_proj\"]");
-    CHECK_STR(words("config --fsdp_config={\"a\": [1, \"}\"]} --x"), "config|--fsdp_config={\"a\": [1, \"}\"]}|--x");
+    CHECK_STR(words("config --target_modules [\"q_proj\", \"v_proj\"]"),
+              "config|--target_modules|[\"q_proj\", \"v_proj\"]");
+    CHECK_STR(words("config --fsdp_config={\"a\": [1, \"}\"]} --x"),
+              "config|--fsdp_config={\"a\": [1, \"}\"]}|--x");
     CHECK_STR(words("load \"\""), "load|");
 }
 
@@ -53,8 +56,9 @@ TEST(line_errors)
     CHECK_STR(words("x [1, 2"), "error: column 3: this [ is never closed");
     CHECK_STR(words("config --lr {lr}"),
               "error: column 13: {lr} was not filled in: there is no variable lr in this notebook");
-    CHECK_STR(words("save runs/{names[0]}/x"), "error: column 11: {names[0]} was not filled in: there is no variable "
-                                               "names[0] in this notebook");
+    CHECK_STR(words("save runs/{names[0]}/x"),
+              "error: column 11: {names[0]} was not filled in: there is no variable "
+              "names[0] in this notebook");
 }
 
 TEST(line_positions)
@@ -102,7 +106,8 @@ TEST(body_lines)
 {
     CHECK_STR(body("r: 64\nlora_alpha: 128   # twice\n\n# a comment\nfp16: true\nseed = 3407\n"),
               "{\"r\":64,\"lora_alpha\":128,\"fp16\":true,\"seed\":3407}");
-    CHECK_STR(body("a: \"1 # x\"\nb: 'c'\nd: C:/x#y\n"), "{\"a\":\"1 # x\",\"b\":\"c\",\"d\":\"C:/x#y\"}");
+    CHECK_STR(body("a: \"1 # x\"\nb: 'c'\nd: C:/x#y\n"),
+              "{\"a\":\"1 # x\",\"b\":\"c\",\"d\":\"C:/x#y\"}");
     CHECK_STR(body("lora:\n  r: 8\n  target_modules:\n    - q_proj\n    - v_proj\nseed: 1\n"),
               "{\"lora\":{\"r\":8,\"target_modules\":[\"q_proj\",\"v_proj\"]},\"seed\":1}");
     CHECK_STR(body("fsdp_config: {\"a\": [1]}\n"), "{\"fsdp_config\":{\"a\":[1]}}");
@@ -170,5 +175,5 @@ TEST(distance)
     CHECK_INT(ql_text_distance("a", "abcdef", 2), 3);
 }
 
-TEST_MAIN(T(line_words), T(line_comment_and_semicolon), T(line_errors), T(line_positions), T(body_lines), T(body_json),
-          T(body_errors), T(formats), T(repairs_utf8), T(distance))
+TEST_MAIN(T(line_words), T(line_comment_and_semicolon), T(line_errors), T(line_positions),
+          T(body_lines), T(body_json), T(body_errors), T(formats), T(repairs_utf8), T(distance))

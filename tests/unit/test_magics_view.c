@@ -14,7 +14,8 @@ static ql_status show(void *self, const json_t *bundle, const char *id, ql_show_
 {
     (void)self, (void)id;
     how == QL_SHOW_NEW ? new_outputs++ : updates++;
-    snprintf(shown, sizeof shown, "%.3000s", ql_jstr(json_object_get(bundle, "data"), "text/plain", ""));
+    snprintf(shown, sizeof shown, "%.3000s",
+             ql_jstr(json_object_get(bundle, "data"), "text/plain", ""));
     return QL_OK;
 }
 
@@ -59,7 +60,8 @@ TEST(tables)
     ql_table_cell2(&t, "x", "<i>x</i>");
     ql_table_cell(&t, "7"); /* a row that is cut short is filled */
     ql_table_end(&v, &t);
-    CHECK_STR(ql_buf_str(&v.text), " step  name\n─────  ───────\n    5  a <b> é\n1,000  x\n    7\n");
+    CHECK_STR(ql_buf_str(&v.text),
+              " step  name\n─────  ───────\n    5  a <b> é\n1,000  x\n    7\n");
     CHECK(strstr(ql_buf_str(&v.html), ">a &lt;b&gt; é</td>") != NULL);
     CHECK(strstr(ql_buf_str(&v.html), "><i>x</i></td>") != NULL);
     ql_view_free(&v);
@@ -73,63 +75,84 @@ TEST(tables_wrap_at_80_columns)
     ql_table t;
     ql_table_begin(&t, "|", &names);
     ql_table_cell(&t, "key");
-    ql_table_cell(&t, "%s", "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-                            "averyveryverylongwordthatdoesnotfitononelineofthepageatallandmustbecutsomewhereanyway");
+    ql_table_cell(
+        &t, "%s",
+        "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+        "averyveryverylongwordthatdoesnotfitononelineofthepageatallandmustbecutsomewhereanyway");
     ql_table_end(&v, &t);
-    for (const char *p = ql_buf_str(&v.text); *p; p += strcspn(p, "\n") + 1) CHECK(strcspn(p, "\n") <= 80);
+    for (const char *p = ql_buf_str(&v.text); *p; p += strcspn(p, "\n") + 1)
+        CHECK(strcspn(p, "\n") <= 80);
     ql_view_free(&v);
     ql_buf_free(&names);
 }
 
 TEST(plan_view)
 {
-    json_t *p = json_loads("{\"fits\":true,\"chosen\":{\"store\":\"sharded\",\"schedule\":\"loop\"},\"devices\":["
-                           "{\"rank\":0,\"bytes\":{\"base\":3221225472,\"activations\":1073741824},\"total\":4294967296,\"capacity\":16106127360},"
-                           "{\"rank\":1,\"bytes\":{\"base\":3221225472,\"activations\":1073741824},\"total\":4294967296,\"capacity\":16106127360}],"
-                           "\"host\":1073741824,\"longest\":8192,\"why\":[\"half of the base on each device\"],\"exact_worlds\":[1,2,4],"
-                           "\"alternatives\":[{\"name\":\"resident\",\"per_device\":7516192768,\"host\":0,\"fits\":true,\"seconds\":1.5,\"longest\":4096}]}",
-                           0, NULL);
+    json_t *p = json_loads(
+        "{\"fits\":true,\"chosen\":{\"store\":\"sharded\",\"schedule\":\"loop\"},\"devices\":["
+        "{\"rank\":0,\"bytes\":{\"base\":3221225472,\"activations\":1073741824},\"total\":"
+        "4294967296,\"capacity\":16106127360},"
+        "{\"rank\":1,\"bytes\":{\"base\":3221225472,\"activations\":1073741824},\"total\":"
+        "4294967296,\"capacity\":16106127360}],"
+        "\"host\":1073741824,\"longest\":8192,\"why\":[\"half of the base on each "
+        "device\"],\"exact_worlds\":[1,2,4],"
+        "\"alternatives\":[{\"name\":\"resident\",\"per_device\":7516192768,\"host\":0,\"fits\":"
+        "true,\"seconds\":1.5,\"longest\":4096}]}",
+        0, NULL);
     CHECK(same(plain(ql_view_plan(p, "2xT4")),
-              "fits · 2xT4, store sharded, schedule loop\n"
-              "device  bytes                                                   total\n"
-              "──────  ────────────────────────────────────────  ───────────────────\n"
-              "0       ████████▓▓▓·····························  4.00 GiB / 15.0 GiB\n"
-              "1       ████████▓▓▓·····························  4.00 GiB / 15.0 GiB\n"
-              "   category            0         1\n"
-              "─  ───────────  ────────  ────────\n"
-              "█  base         3.00 GiB  3.00 GiB\n"
-              "▓  activations  1.00 GiB  1.00 GiB\n"
-              "host memory: 1.00 GiB\n"
-              "longest sequence that fits: 8,192 tokens\n"
-              "half of the base on each device\n"
-              "instead   per device  host   step  longest\n"
-              "────────  ──────────  ────  ─────  ───────  ────\n"
-              "resident    7.00 GiB   0 B  1.5 s    4,096  fits\n"
-              "same bits on 1, 2, 4 devices"));
+               "fits · 2xT4, store sharded, schedule loop\n"
+               "device  bytes                                                   total\n"
+               "──────  ────────────────────────────────────────  ───────────────────\n"
+               "0       ████████▓▓▓·····························  4.00 GiB / 15.0 GiB\n"
+               "1       ████████▓▓▓·····························  4.00 GiB / 15.0 GiB\n"
+               "   category            0         1\n"
+               "─  ───────────  ────────  ────────\n"
+               "█  base         3.00 GiB  3.00 GiB\n"
+               "▓  activations  1.00 GiB  1.00 GiB\n"
+               "host memory: 1.00 GiB\n"
+               "longest sequence that fits: 8,192 tokens\n"
+               "half of the base on each device\n"
+               "instead   per device  host   step  longest\n"
+               "────────  ──────────  ────  ─────  ───────  ────\n"
+               "resident    7.00 GiB   0 B  1.5 s    4,096  fits\n"
+               "same bits on 1, 2, 4 devices"));
     json_decref(p);
 }
 
 TEST(data_view)
 {
-    json_t *r = json_loads("{\"name\":\"d\",\"rows\":1200,\"tokens\":52000,\"trained_tokens\":26000,\"skipped\":{\"empty\":3},\"truncated\":7,"
-                           "\"histogram\":[1,5,9,4],\"warnings\":[\"all pads\"],\"samples\":[{\"text\":\"Q: hi\\nA: yo\",\"spans\":[[9,11,true]]}]}", 0, NULL);
+    json_t *r =
+        json_loads("{\"name\":\"d\",\"rows\":1200,\"tokens\":52000,\"trained_tokens\":26000,"
+                   "\"skipped\":{\"empty\":3},\"truncated\":7,"
+                   "\"histogram\":[1,5,9,4],\"warnings\":[\"all "
+                   "pads\"],\"samples\":[{\"text\":\"Q: hi\\nA: yo\",\"spans\":[[9,11,true]]}]}",
+                   0, NULL);
     CHECK(same(plain(ql_view_data(r)),
-              "d · 1,200 rows, 52,000 tokens, 26,000 of them trained on (50 %)\n"
-              "lengths, short to long: ▁▅█▄\n"
-              "7 rows are cut at max_length\n3 rows left out: empty\n! all pads\n  | Q: hi\n  | A: ‹yo›\nMarked parts are trained on."));
+               "d · 1,200 rows, 52,000 tokens, 26,000 of them trained on (50 %)\n"
+               "lengths, short to long: ▁▅█▄\n"
+               "7 rows are cut at max_length\n3 rows left out: empty\n! all pads\n  | Q: hi\n  | "
+               "A: ‹yo›\nMarked parts are trained on."));
     json_decref(r);
 }
 
 /* Reports with wrong types and missing keys are shown as far as they go, and never crash. */
 TEST(views_survive_any_report)
 {
-    static const char *const odd[] = {"{}", "{\"devices\":5}", "{\"devices\":[5,null,{\"bytes\":[1]}]}", "{\"devices\":[{\"bytes\":{\"a\":\"x\",\"b\":-5,\"c\":1e300}}]}",
-                                      "{\"samples\":[{\"text\":\"ab\",\"spans\":[[1,99,1],[0,1,1],[-5,1,1],5]}]}", "{\"samples\":[5],\"histogram\":[null,\"x\",[],{}]}",
-                                      "{\"checks\":[5,{}],\"rows\":[5],\"alternatives\":[5,{}]}", "{\"missing\":[5],\"libraries\":5,\"disks\":[1]}"};
+    static const char *const odd[] = {
+        "{}",
+        "{\"devices\":5}",
+        "{\"devices\":[5,null,{\"bytes\":[1]}]}",
+        "{\"devices\":[{\"bytes\":{\"a\":\"x\",\"b\":-5,\"c\":1e300}}]}",
+        "{\"samples\":[{\"text\":\"ab\",\"spans\":[[1,99,1],[0,1,1],[-5,1,1],5]}]}",
+        "{\"samples\":[5],\"histogram\":[null,\"x\",[],{}]}",
+        "{\"checks\":[5,{}],\"rows\":[5],\"alternatives\":[5,{}]}",
+        "{\"missing\":[5],\"libraries\":5,\"disks\":[1]}"};
     for (size_t i = 0; i < sizeof odd / sizeof *odd; i++) {
         json_t *r = json_loads(odd[i], 0, NULL);
-        plain(ql_view_info(r)), plain(ql_view_model(r)), plain(ql_view_data(r)), plain(ql_view_plan(r, NULL));
-        plain(ql_view_memory(r)), plain(ql_view_verify(r)), plain(ql_view_bench(r)), plain(ql_view_eval(r));
+        plain(ql_view_info(r)), plain(ql_view_model(r)), plain(ql_view_data(r)),
+            plain(ql_view_plan(r, NULL));
+        plain(ql_view_memory(r)), plain(ql_view_verify(r)), plain(ql_view_bench(r)),
+            plain(ql_view_eval(r));
         plain(ql_view_generated(json_object_get(r, "rows"), r));
         json_decref(r);
     }
@@ -149,12 +172,15 @@ TEST(live_view)
     ql_live *l;
     new_outputs = updates = 0;
     CHECK_OK(ql_live_open(&o, &l));
-    CHECK_OK(feed(l, "{\"ev\":\"start\",\"max_steps\":4,\"epochs\":1,\"world\":2,\"backend\":\"cpu\",\"dtype\":\"float32\",\"store\":\"sharded\"}"));
+    CHECK_OK(feed(l, "{\"ev\":\"start\",\"max_steps\":4,\"epochs\":1,\"world\":2,\"backend\":"
+                     "\"cpu\",\"dtype\":\"float32\",\"store\":\"sharded\"}"));
     for (int i = 1; i <= 4; i++) {
         char ev[300];
         snprintf(ev, sizeof ev,
-                 "{\"ev\":\"step\",\"t\":%d,\"step\":%d,\"loss\":%s,\"learning_rate\":2e-4,\"grad_norm\":0.5,\"epoch\":%g,"
-                 "\"tokens_per_second\":1234,\"skipped\":%s}", i, i, i == 2 ? "null" : "1.25", i / 4.0, i == 2 ? "true" : "false");
+                 "{\"ev\":\"step\",\"t\":%d,\"step\":%d,\"loss\":%s,\"learning_rate\":2e-4,\"grad_"
+                 "norm\":0.5,\"epoch\":%g,"
+                 "\"tokens_per_second\":1234,\"skipped\":%s}",
+                 i, i, i == 2 ? "null" : "1.25", i / 4.0, i == 2 ? "true" : "false");
         CHECK_OK(feed(l, ev));
     }
     CHECK_OK(feed(l, "{\"ev\":\"eval\",\"step\":4,\"eval_loss\":1.5}"));
@@ -172,21 +198,26 @@ TEST(live_view)
 
 TEST(live_lines)
 {
-    ql_live_options o = {.host = &host, .follow = QL_FOLLOW_LINES, .name = "run-1", .lines_every = 2};
+    ql_live_options o = {
+        .host = &host, .follow = QL_FOLLOW_LINES, .name = "run-1", .lines_every = 2};
     ql_live *l;
     shown[0] = 0;
     CHECK_OK(ql_live_open(&o, &l));
-    CHECK_OK(feed(l, "{\"ev\":\"start\",\"max_steps\":4,\"world\":1,\"backend\":\"cpu\",\"dtype\":\"float32\",\"store\":\"resident\"}"));
+    CHECK_OK(feed(l, "{\"ev\":\"start\",\"max_steps\":4,\"world\":1,\"backend\":\"cpu\",\"dtype\":"
+                     "\"float32\",\"store\":\"resident\"}"));
     for (int i = 1; i <= 4; i++) {
         char ev[200];
-        snprintf(ev, sizeof ev, "{\"ev\":\"step\",\"t\":%d,\"step\":%d,\"loss\":2.5,\"learning_rate\":1e-4,\"grad_norm\":0.25,\"tokens_per_second\":99}", i, i);
+        snprintf(ev, sizeof ev,
+                 "{\"ev\":\"step\",\"t\":%d,\"step\":%d,\"loss\":2.5,\"learning_rate\":1e-4,\"grad_"
+                 "norm\":0.25,\"tokens_per_second\":99}",
+                 i, i);
         CHECK_OK(feed(l, ev));
     }
     ql_live_close(l);
     CHECK(same(shown, "run-1: 4 steps on 1 × cpu, float32, resident\n"
-                     "step 1/4  loss 2.5000  lr 1e-4  grad 0.25  99 tok/s  - left\n"
-                     "step 2/4  loss 2.5000  lr 1e-4  grad 0.25  99 tok/s  00:02 left\n"
-                     "step 4/4  loss 2.5000  lr 1e-4  grad 0.25  99 tok/s  00:00 left\n"));
+                      "step 1/4  loss 2.5000  lr 1e-4  grad 0.25  99 tok/s  - left\n"
+                      "step 2/4  loss 2.5000  lr 1e-4  grad 0.25  99 tok/s  00:02 left\n"
+                      "step 4/4  loss 2.5000  lr 1e-4  grad 0.25  99 tok/s  00:00 left\n"));
 }
 
 TEST(verbs_are_complete)
@@ -226,20 +257,24 @@ TEST(completion)
 {
     char dir[] = "/tmp/qlora-complete-XXXXXX", path[256];
     CHECK(mkdtemp(dir) != NULL);
-    static const char *const folders[] = {"runs", "runs/run-7", "hub", "hub/models--org--name", "bundled", "bundled/tiny"};
+    static const char *const folders[] = {"runs",    "runs/run-7",  "hub", "hub/models--org--name",
+                                          "bundled", "bundled/tiny"};
     for (size_t i = 0; i < sizeof folders / sizeof *folders; i++) {
         snprintf(path, sizeof path, "%s/%s", dir, folders[i]);
         mkdir(path, 0700);
     }
     char runs[256], hub[256], bundled[256];
-    snprintf(runs, sizeof runs, "%s/runs", dir), snprintf(hub, sizeof hub, "%s/hub", dir), snprintf(bundled, sizeof bundled, "%s/bundled", dir);
+    snprintf(runs, sizeof runs, "%s/runs", dir), snprintf(hub, sizeof hub, "%s/hub", dir),
+        snprintf(bundled, sizeof bundled, "%s/bundled", dir);
     ql_magics_options o = {.runs = runs, .hub = hub, .bundled = bundled};
     ql_magics *m;
     CHECK_OK(ql_magics_open(&o, &host, &m));
     CHECK(offers(m, "%qlora tr", "train") && !offers(m, "%qlora tr", "load"));
     CHECK(offers(m, "", "help") && offers(m, "%%qlora c", "config"));
-    CHECK(offers(m, "%qlora train --max_s", "--max_steps") && !offers(m, "%qlora train --use_d", "--use_dora"));
-    CHECK(offers(m, "plot ", "run-7") && offers(m, "plot --me", "--metric") && offers(m, "plot --metric g", "grad_norm"));
+    CHECK(offers(m, "%qlora train --max_s", "--max_steps") &&
+          !offers(m, "%qlora train --use_d", "--use_dora"));
+    CHECK(offers(m, "plot ", "run-7") && offers(m, "plot --me", "--metric") &&
+          offers(m, "plot --metric g", "grad_norm"));
     CHECK(offers(m, "plot --metric=g", "--metric=grad_norm"));
     CHECK(offers(m, "load t", "tiny") && offers(m, "load org/", "org/name"));
     CHECK(offers(m, "config --packing t", "true") && offers(m, "config --devices c", "cpu:2"));
@@ -247,5 +282,6 @@ TEST(completion)
     ql_magics_close(m);
 }
 
-TEST_MAIN(T(tables), T(tables_wrap_at_80_columns), T(plan_view), T(data_view), T(views_survive_any_report), T(live_view), T(live_lines),
-          T(verbs_are_complete), T(completion))
+TEST_MAIN(T(tables), T(tables_wrap_at_80_columns), T(plan_view), T(data_view),
+          T(views_survive_any_report), T(live_view), T(live_lines), T(verbs_are_complete),
+          T(completion))

@@ -32,7 +32,8 @@ TEST(next_name)
     fresh();
     CHECK_OK(ql_run_next_name(in("nowhere"), name, sizeof name));
     CHECK_STR(name, "run-1");
-    mkdir(in("run-2"), 0700), mkdir(in("run-x"), 0700), mkdir(in("run-10"), 0700), mkdir(in("other"), 0700);
+    mkdir(in("run-2"), 0700), mkdir(in("run-x"), 0700), mkdir(in("run-10"), 0700),
+        mkdir(in("other"), 0700);
     CHECK_OK(ql_run_next_name(dir, name, sizeof name));
     CHECK_STR(name, "run-11");
 }
@@ -41,11 +42,14 @@ TEST(events_of_a_resumed_run)
 {
     json_t *r;
     fresh();
-    mkdir(in("checkpoint-10"), 0700), mkdir(in("checkpoint-2"), 0700), mkdir(in("checkpoint-tmp"), 0700);
-    put("events.jsonl", "{\"ev\":\"start\",\"resumed\":0}\n"
-                        "{\"ev\":\"step\",\"step\":1,\"loss\":3.0}\n{\"ev\":\"step\",\"step\":2,\"loss\":2.0}\n"
-                        "{\"ev\":\"step\",\"step\":3,\"loss\":9.0}\nnot json\n"
-                        "{\"ev\":\"start\",\"resumed\":2}\n{\"ev\":\"step\",\"step\":3,\"loss\":1.0}\n{\"ev\":\"memory\",\"devices\":[]}\n{\"ev\":\"st");
+    mkdir(in("checkpoint-10"), 0700), mkdir(in("checkpoint-2"), 0700),
+        mkdir(in("checkpoint-tmp"), 0700);
+    put("events.jsonl",
+        "{\"ev\":\"start\",\"resumed\":0}\n"
+        "{\"ev\":\"step\",\"step\":1,\"loss\":3.0}\n{\"ev\":\"step\",\"step\":2,\"loss\":2.0}\n"
+        "{\"ev\":\"step\",\"step\":3,\"loss\":9.0}\nnot json\n"
+        "{\"ev\":\"start\",\"resumed\":2}\n{\"ev\":\"step\",\"step\":3,\"loss\":1.0}\n{\"ev\":"
+        "\"memory\",\"devices\":[]}\n{\"ev\":\"st");
     CHECK_OK(ql_run_report(dir, &r));
     json_t *h = json_object_get(r, "log_history"), *c = json_object_get(r, "checkpoints");
     CHECK_INT(json_array_size(h), 3);
@@ -61,7 +65,8 @@ TEST(state_of_a_trainer)
 {
     json_t *r;
     fresh();
-    put("trainer_state.json", "{\"log_history\":[{\"step\":5,\"loss\":2.5},{\"step\":5,\"eval_loss\":2.0}]}");
+    put("trainer_state.json",
+        "{\"log_history\":[{\"step\":5,\"loss\":2.5},{\"step\":5,\"eval_loss\":2.0}]}");
     CHECK_OK(ql_run_report(in("trainer_state.json"), &r));
     CHECK_INT(json_array_size(json_object_get(r, "log_history")), 2);
     json_decref(r);

@@ -1,0 +1,133 @@
+/* Verbs with one answer from the engine: eval, verify, bench, memory, unload. */
+#include "magics/session.h"
+#include "magics/view.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Sends cmd with a live view for loading and progress; name: what is written on it. */
+static ql_status ask(ql_magics *m, json_t *cmd, const char *name, json_t **result, json_t **record)
+{
+    ql_live *live = NULL;
+    ql_live_options o = {
+        .host = &m->host, .follow = m->follow, .name = name, .number = ++m->displays};
+    QL_TRY(ql_live_open(&o, &live));
+    ql_status st = ql_client_command(m->client, cmd, ql_live_event, ql_live_tick, live, result);
+    ql_status shown = ql_live_finish(live,
+                                     st == QL_OK      ? "done"
+                                     : st == QL_ESTOP ? "stopped"
+                                                      : "failed",
+                                     NULL);
+    if (st == QL_OK) st = shown;
+    if (record && st == QL_OK) *record = ql_live_record(live);
+    ql_live_close(live);
+    return st;
+}
+
+ql_status ql_verb_eval(ql_magics *m, const ql_call *call, json_t **out)
+{
+    json_t *cmd = NULL, *adapter = NULL, *result = NULL;
+    ql_job *job = NULL;
+    char line[80];
+    ql_status st = QL_OK;
+    QL_TRY(ql_session_need_model(m));
+    QL_GO(ql_job_copy(m->job, &job));
+    QL_GO(ql_call_apply(call, job));
+    QL_GO(ql_job_check(job));
+    QL_GO(ql_session_adapter(m, call->n_args ? call->args[0] : NULL, &adapter));
+    cmd = json_pack("{s:s, s:o, s:O}", "cmd", "eval", "job", ql_job_json(job), "adapter", adapter);
+    QL_GO(ask(m, cmd, "eval", &result, NULL));
+    snprintf(line, sizeof line, "eval_loss %.4f", ql_jnum(result, "eval_loss", (double)NAN));
+    st = ql_result("eval", line, json_incref(result), ql_view_eval(result), out);
+out:
+    ql_job_free(job);
+    json_decref(cmd);
+    json_decref(adapter);
+    json_decref(result);
+    return st;
+}
+
+ql_status ql_verb_verify(ql_magics *m, const ql_call *call, json_t **out)
+{
+    json_t *cmd = NULL, *result = NULL;
+    ql_job *job = NULL;
+    char *path = NULL;
+    ql_status st = QL_OK;
+    QL_TRY(ql_session_run_path(m, call->n_args ? call->args[0] : NULL, &path));
+    QL_GO(ql_session_run_job(m, path, &job));
+    cmd = json_pack("{s:s, s:o, s:s}", "cmd", "verify", "job", ql_job_json(job), "run", path);
+    if (!cmd) QL_GO(ql_fail(QL_EINVAL, "a run's path must be UTF-8"));
+    QL_GO(ask(m, cmd, "verify", &result, NULL));
+    st = ql_result("verify", "qlora verify", json_incref(result), ql_view_verify(result), out);
+out:
+    ql_job_free(job);
+    json_decref(cmd);
+    json_decref(result);
+    free(path);
+    return st;
+}
+
+ql_status ql_verb_bench(ql_magics *m, const ql_call *call, json_t **out)
+{
+    json_t *result = NULL,
+           *cmd = json_pack("{s:s, s:o, s:I}", "cmd", "bench", "job", ql_job_json(m->job),
+                            "seconds", (json_int_t)ql_call_int(call, "seconds", 60));
+    ql_status st = ask(m, cmd, "bench", &result, NULL);
+    if (st == QL_OK)
+        st = ql_result("bench", "qlora bench", json_incref(result), ql_view_bench(result), out);
+    json_decref(cmd);
+    json_decref(result);
+    return st;
+}
+
+/* Without a run: what the devices hold now. With one: its bytes over time. */
+ql_status ql_verb_memory(ql_magics *m, const ql_call *call, json_t **out)
+{
+    json_t *result = NULL, *record = NULL, *cmd = NULL, *chart = NULL, *bundle = NULL,
+           *report = NULL;
+    ql_status st = QL_OK;
+    if (call->n_args > 0) {
+        QL_TRY(ql_session_run_report(m, call->args[0], &report));
+        if (json_array_size(json_object_get(report, "memory")) == 0)
+            QL_GO(ql_fail(QL_EINVAL, "%s has no memory records", call->args[0]));
+        chart = ql_chart_memory(report);
+        QL_GO(ql_chart_bundle(&m->host, chart, chart, &bundle));
+        st = ql_result("memory", "qlora memory", json_incref(report), json_incref(bundle), out);
+        goto out;
+    }
+    if (!ql_client_running(m->client))
+        QL_FAIL(
+            QL_EINVAL,
+            "nothing is on a device yet: weights go there at the first train, eval or generate");
+    cmd = json_pack("{s:s}", "cmd", "memory");
+    QL_GO(ask(m, cmd, "memory", &result, &record));
+    const json_t *events = json_object_get(record, "memory");
+    json_t *last = json_array_get(events, json_array_size(events) - 1);
+    if (!last) last = result;
+    st = ql_result("memory", "qlora memory", json_incref(last), ql_view_memory(last), out);
+out:
+    json_decref(cmd);
+    json_decref(result);
+    json_decref(record);
+    json_decref(chart);
+    json_decref(bundle);
+    json_decref(report);
+    return st;
+}
+
+ql_status ql_verb_unload(ql_magics *m, const ql_call *call, json_t **out)
+{
+    json_t *result = NULL, *cmd = json_pack("{s:s}", "cmd", "unload");
+    int running = ql_client_running(m->client);
+    (void)call;
+    ql_status st = running ? ql_client_command(m->client, cmd, NULL, NULL, NULL, &result) : QL_OK;
+    const char *text = running ? "devices freed" : "nothing was loaded";
+    if (st == QL_OK)
+        st = ql_result("text", text, json_pack("{s:s}", "text", text), ql_view_text(text, NULL),
+                       out);
+    json_decref(cmd);
+    json_decref(result);
+    return st;
+}
