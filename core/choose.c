@@ -257,5 +257,8 @@ ql_status ql_choose(ql_spec *spec, const ql_args *args, const ql_place *place, q
                 "--optim paged_adamw_8bit", gib(device), gib(place->capacity));
     if (host > place->host)
         QL_FAIL(QL_ENOMEM, "this job needs %.2f GiB of host memory for what is offloaded, %.2f are there", gib(host), gib(place->host));
+    if (ch->pieces % ch->world)
+        say(why, "not bit-exact on %d devices: %d micro-batches a step make %d equal pieces, which %d devices do not share evenly", ch->world,
+            ch->g, ch->pieces, ch->world);
     return QL_OK;
 }

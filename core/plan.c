@@ -79,7 +79,7 @@ static int moves(const ql_choice *c, int layer)
 
 static void gather(builder *b, int layer)
 {
-    if (b->pending >= 0 || layer < 0 || layer >= b->c->layers || !moves(b->c, layer)) return;
+    if (b->pending >= 0 || layer < 0 || layer >= b->c->layers || layer == b->held || !moves(b->c, layer)) return;
     add(b, QL_DO_GATHER, -1, layer, b->slot);
     b->pending = layer;
     b->pending_slot = b->slot;

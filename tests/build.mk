@@ -6,6 +6,16 @@ $(BUILD)/tests/%: $(BUILD)/tests/unit/%.o $(MAGICS_LIB) $(LIB)
 	@mkdir -p $(@D)
 	$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
 
+# What needs forked ranks and takes longer: part of `make test`. `make exact` runs every way to run a job, a quarter of an hour.
+RANKS_TESTS := $(patsubst tests/exact/%.c,$(BUILD)/tests/%,$(wildcard tests/exact/test_*.c))
+
+$(BUILD)/tests/%: $(BUILD)/tests/exact/%.o $(LIB)
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
+
+exact: setup-system $(BUILD)/tests/test_exact
+	$(BUILD)/tests/test_exact product
+
 # The op test: test_ops with the CPU backend, ops_cuda without it and its BLAS.
 OPS_OBJ := $(patsubst %.c,$(BUILD)/%.o,$(filter-out %/with_cpu.c %/cuda_only.c,$(wildcard tests/ops/*.c)))
 
@@ -56,8 +66,8 @@ fuzz: setup-system $(FUZZERS)
 unit: setup-system $(UNIT)
 	@tests/run $(UNIT)
 
-test: setup-python all $(UNIT) $(FUZZERS)
-	@BUILD=$(BUILD) FUZZERS='$(FUZZERS)' FUZZ_TIME=$(FUZZ_TEST_TIME) tests/run $(UNIT) tests/fuzz/run_fuzz $(wildcard tests/py)
+test: setup-python all $(UNIT) $(RANKS_TESTS) $(FUZZERS)
+	@BUILD=$(BUILD) FUZZERS='$(FUZZERS)' FUZZ_TIME=$(FUZZ_TEST_TIME) tests/run $(UNIT) $(RANKS_TESTS) tests/fuzz/run_fuzz $(wildcard tests/py)
 
 # Live transformers, peft and bitsandbytes against the engine. They have their own environment (torch's CPU build
 # is enough); HF_VENV=/path takes one that is there, installed from tests/hf/requirements.txt.
@@ -75,7 +85,7 @@ golden: hf-venv
 tiny: hf-venv
 	$(or $(HF_VENV),$(BUILD)/venv-hf)/bin/python notebooks/tiny/make.py
 
-.PHONY: unit asan fuzz test hf-venv test-hf golden tiny
+.PHONY: unit exact asan fuzz test hf-venv test-hf golden tiny
 
 # What a machine with a GPU runs (tests/cuda/run.sh); built here too, so that they always compile. They open the backend
 # as the engine does. CUDA_TESTS: programs that print lines of tests/test.h and end with the number of failures; on a

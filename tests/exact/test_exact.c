@@ -1,0 +1,267 @@
+/* The exactness contract over forked CPU ranks: a job's losses, gradient norms and adapters are the same bits for every number of
+ * ranks, store, schedule, recomputation, offload and resume. Here every pair of settings meets at least once; `test_exact product`
+ * (make exact) runs every way to run a job. */
+#include "tests/exact/exact.h"
+
+/* ---- references: the job on one rank, everything resident and kept ----------------------------- */
+
+typedef struct {
+    exact_setting job;
+    exact_outcome out;
+} reference;
+static reference references[256];
+static int reference_count;
+
+static ql_status reference_of(const exact_setting *s, const exact_outcome **out)
+{
+    exact_setting job = {.model = s->model, .dtype = s->dtype, .adam = s->adam, .packed = s->packed, .group = s->group, .world = 1,
+                         .keep = QL_KEEP_ALL};
+    for (int i = 0; i < reference_count; i++)
+        if (memcmp(&references[i].job, &job, sizeof job) == 0) {
+            *out = &references[i].out;
+            return QL_OK;
+        }
+    if (reference_count == (int)(sizeof references / sizeof *references)) QL_FAIL(QL_EINTERNAL, "too many references");
+    reference *r = &references[reference_count];
+    QL_TRY(exact_run(&job, &r->out));
+    r->job = job;
+    reference_count++;
+    *out = &r->out;
+    return QL_OK;
+}
+
+/* The setting against its reference; the text of a failure begins with the setting. */
+static ql_status compare(const exact_setting *s)
+{
+    const exact_outcome *want = NULL;
+    exact_outcome got = {0};
+    char name[256], why[1024];
+    exact_describe(s, name, sizeof name);
+    ql_status st = reference_of(s, &want);
+    if (st == QL_OK) st = exact_run(s, &got);
+    if (st == QL_OK) st = exact_differs(s, want, &got);
+    free(got.adapters);
+    if (st == QL_OK) return QL_OK;
+    snprintf(why, sizeof why, "%s", ql_error());
+    ql_error_clear();
+    return ql_fail(st, "%s: %s", name, why);
+}
+
+/* ---- all pairs -------------------------------------------------------------------------------- */
+
+enum { FACTORS = 11, JOB_FACTORS = 4 };
+static const int levels[FACTORS] = {EXACT_MODELS, 3, 3, 2, 3, EXACT_STORES, QL_SCHEDULES, 4, 3, 2, 3};
+
+static exact_setting setting_of(const int v[FACTORS])
+{
+    static const int worlds[] = {1, 2, 4};
+    return (exact_setting){.model = v[0], .dtype = v[1], .adam = v[2], .packed = v[3], .world = worlds[v[4]], .store = v[5],
+                           .schedule = v[6], .keep = v[7], .save = v[8], .paged = v[9], .resume = v[10]};
+}
+
+typedef struct {
+    uint8_t seen[FACTORS][FACTORS][8][8];
+    uint32_t random;
+} pairs;
+
+static int news(const pairs *p, const int v[FACTORS])
+{
+    int n = 0;
+    for (int a = 0; a < FACTORS; a++)
+        for (int b = a + 1; b < FACTORS; b++) n += !p->seen[a][b][v[a]][v[b]];
+    return n;
+}
+
+static int next_random(pairs *p, int n)
+{
+    p->random = p->random * 1664525 + 1013904223;
+    return (int)((p->random >> 8) % (uint32_t)n);
+}
+
+/* The best of many random rows; each begins with a pair that is still missing. 0 when none is. */
+static int next_row(pairs *p, int best[FACTORS])
+{
+    int most = 0, a0 = -1, b0 = 0, x0 = 0, y0 = 0;
+    for (int a = 0; a < FACTORS && a0 < 0; a++)
+        for (int b = a + 1; b < FACTORS && a0 < 0; b++)
+            for (int x = 0; x < levels[a] && a0 < 0; x++)
+                for (int y = 0; y < levels[b] && a0 < 0; y++)
+                    if (!p->seen[a][b][x][y]) a0 = a, b0 = b, x0 = x, y0 = y;
+    for (int i = 0; a0 >= 0 && i < 400; i++) {
+        int v[FACTORS];
+        for (int f = 0; f < FACTORS; f++) v[f] = next_random(p, levels[f]);
+        v[a0] = x0, v[b0] = y0;
+        int n = news(p, v);
+        if (n > most) {
+            most = n;
+            memcpy(best, v, sizeof v);
+        }
+    }
+    for (int a = 0; most && a < FACTORS; a++)
+        for (int b = a + 1; b < FACTORS; b++) p->seen[a][b][best[a]][best[b]] = 1;
+    return most;
+}
+
+TEST(every_pair_of_settings_gives_the_same_bits)
+{
+    static pairs p = {.random = 1};
+    int v[FACTORS], runs = 0;
+    for (; next_row(&p, v); runs++) {
+        exact_setting s = setting_of(v);
+        CHECK_OK(compare(&s));
+    }
+    CHECK(runs >= EXACT_STORES * EXACT_MODELS && runs < 80);
+}
+
+/* Losses must move, or equal bits say nothing. */
+TEST(runs_learn)
+{
+    exact_setting s = {.world = 1};
+    const exact_outcome *o = NULL;
+    CHECK_OK(reference_of(&s, &o));
+    float first, last;
+    memcpy(&first, &o->loss[0], 4);
+    memcpy(&last, &o->loss[EXACT_STEPS - 1], 4);
+    CHECK(isfinite(first) && last < first - 0.05f);
+    for (int i = 1; i < EXACT_STEPS; i++) CHECK(o->loss[i] != o->loss[i - 1] && o->norm[i] != o->norm[i - 1]);
+    exact_setting half = {.world = 1, .dtype = 2};
+    CHECK_OK(reference_of(&half, &o));
+    CHECK(o->skipped > 0 && o->skipped < EXACT_STEPS / 2);
+}
+
+/* Groups that leave pieces of unequal size, and a world of which not every step keeps all ranks busy. */
+TEST(odd_groups_are_exact_where_they_say_so)
+{
+    static const struct {
+        int group, world, exact;
+    } cases[] = {{6, 2, 1}, {12, 4, 1}, {4, 4, 1}, {2, 2, 1}, {6, 3, 0}, {9, 3, 0}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        exact_setting s = {.group = cases[i].group, .world = cases[i].world, .store = 1};
+        exact_outcome o = {0};
+        if (cases[i].exact) {
+            CHECK_OK(compare(&s));
+            continue;
+        }
+        CHECK_OK(exact_run(&s, &o));
+        free(o.adapters);
+        int said = 0;
+        for (int k = 0; k < o.why.n; k++) said |= strstr(o.why.text[k], "not bit-exact") != NULL;
+        CHECK_MSG(said, "group %d on %d ranks does not say that it is not bit-exact", cases[i].group, cases[i].world);
+    }
+}
+
+/* ---- bytes ------------------------------------------------------------------------------------ */
+
+/* Micro-batches of optimizer step s: 20 an epoch. */
+static int group_at(int step)
+{
+    int per[] = {8, 8, 4};
+    return per[step % 3];
+}
+
+static int64_t busiest(int world, int g)
+{
+    return ql_min64(g, EXACT_GROUP / world);
+}
+
+/* What a rank sends in a run, from the formulas of the design: (2L − 1) gathers of this rank's part in the first pass over the layers,
+ * the layer at the turn and the layer at the seam being held; per step the gradients' all-to-all and the adapters' all-gather, the
+ * partial norms, the losses. */
+static int64_t expected_bytes(const exact_outcome *o, const exact_setting *s)
+{
+    int64_t sent = 0, others = s->world - 1, layers = o->choice.layers, per_rank = EXACT_GROUP / s->world;
+    for (int step = 0; step < EXACT_STEPS; step++) {
+        int64_t passes = s->schedule == QL_BREADTH ? 1 : busiest(s->world, group_at(step));
+        /* With one piece per micro-batch breadth is a loop. */
+        if (s->schedule == QL_BREADTH) passes = busiest(s->world, group_at(step));
+        for (int64_t l = 0; s->store == 1 && l < layers; l++) {
+            int64_t times = 2 * passes - (l == layers - 1 ? passes : 0) - (l == 0 ? passes - 1 : 0);
+            sent += others * times * o->part[l];
+        }
+        sent += others * o->shard * 4;                /* gradients: a shard to each other rank */
+        sent += others * o->shard / QL_OPT_BLOCK * 4; /* partial norms */
+        sent += others * o->shard * 4;                /* adapters */
+        sent += others * per_rank * 4;                /* losses */
+        if (step % (EXACT_STEPS / 2) == EXACT_STEPS / 2 - 1) sent += others * o->shard * 8; /* a checkpoint: both moments */
+    }
+    return sent;
+}
+
+TEST(ranks_send_what_the_design_says)
+{
+    for (int world = 2; world <= 4; world *= 2)
+        for (int store = 0; store < 3; store++) {
+            exact_setting s = {.world = world, .store = store};
+            exact_outcome o;
+            CHECK_OK(exact_run(&s, &o));
+            free(o.adapters);
+            for (int r = 0; r < world; r++)
+                CHECK_MSG(exact_mem->sent[r] == expected_bytes(&o, &s), "world %d store %d rank %d sent %lld bytes, expected %lld", world,
+                          store, r, (long long)exact_mem->sent[r], (long long)expected_bytes(&o, &s));
+        }
+}
+
+/* Bytes at the device table, not of the arena that the plan carved: one allocation, as counted before. */
+TEST(memory_is_what_was_counted)
+{
+    for (int i = 0; i < 24; i++) {
+        exact_setting s = {.model = i % 2, .dtype = i % 3, .adam = i / 2 % 3, .packed = i / 3 % 2, .world = 1 << i % 3,
+                           .store = i % EXACT_STORES, .schedule = i / 4 % 2, .keep = i % 4, .save = i / 5 % 3, .paged = i / 6 % 2};
+        exact_outcome o;
+        char name[256];
+        exact_describe(&s, name, sizeof name);
+        ql_status st = exact_run(&s, &o);
+        CHECK_MSG(st == QL_OK, "%s: %s", name, ql_error());
+        free(o.adapters);
+        for (int r = 0; r < s.world; r++)
+            CHECK_MSG(exact_mem->allocated[r] == exact_mem->counted[r] && exact_mem->peak[r] == exact_mem->counted[r],
+                      "%s: rank %d holds %lld bytes, %lld at its peak; counted were %lld", name, r, (long long)exact_mem->allocated[r],
+                      (long long)exact_mem->peak[r], (long long)exact_mem->counted[r]);
+    }
+}
+
+/* ---- the product ------------------------------------------------------------------------------ */
+
+/* Every way to run a job, each with the next one of all jobs. */
+TEST(product)
+{
+    int jobs = 1, ways = 1;
+    for (int f = 0; f < FACTORS; f++) {
+        if (f < JOB_FACTORS)
+            jobs *= levels[f];
+        else
+            ways *= levels[f];
+    }
+    for (int i = 0; i < ways; i++) {
+        int v[FACTORS];
+        for (int f = 0, k = i % jobs, w = i; f < FACTORS; f++) {
+            int *from = f < JOB_FACTORS ? &k : &w;
+            v[f] = *from % levels[f];
+            *from /= levels[f];
+        }
+        exact_setting s = setting_of(v);
+        CHECK_OK(compare(&s));
+        if ((i + 1) % 100 == 0) fprintf(stderr, "%d of %d\n", i + 1, ways);
+    }
+}
+
+static const test_entry tests[] = {T(every_pair_of_settings_gives_the_same_bits), T(runs_learn), T(odd_groups_are_exact_where_they_say_so),
+                                   T(ranks_send_what_the_design_says), T(memory_is_what_was_counted)};
+static const test_entry all[] = {T(product)};
+
+int main(int argc, char **argv)
+{
+    /* No BLAS thread may exist before ranks are forked; the library reads this when it is loaded. */
+    const char *threads = getenv("OPENBLAS_NUM_THREADS");
+    if (!threads || strcmp(threads, "1") != 0) {
+        setenv("OPENBLAS_NUM_THREADS", "1", 1);
+        execv("/proc/self/exe", argv);
+    }
+    /* Forked ranks close the engine's descriptor: nothing of this program may have that number. */
+    FILE *hold = fopen("/dev/null", "r");
+    int failed = argc > 1 && strcmp(argv[1], "product") == 0 ? test_run(all, 1, 1, argv)
+                                                              : test_run(tests, (int)(sizeof tests / sizeof *tests), argc, argv);
+    for (int i = 0; i < reference_count; i++) free(references[i].out.adapters);
+    if (hold) fclose(hold);
+    return failed;
+}
