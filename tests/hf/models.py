@@ -22,15 +22,26 @@ def random_config(family, rng):
                   bos_token_id=1, eos_token_id=2,
                   rope_parameters={"rope_type": "default", "rope_theta": float(rng.choice([1e4, 5e5]))})
     if family == "llama":
-        if rng.integers(2):
-            common["rope_parameters"].update(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                                             original_max_position_embeddings=32)
-        return transformers.LlamaConfig(**common)
+        scaling = str(rng.choice(["default", "llama3", "linear", "yarn"]))
+        rope = common["rope_parameters"]
+        rope["rope_type"] = scaling
+        if scaling != "default":
+            rope["factor"] = 4.0
+        if scaling == "llama3":
+            rope.update(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+        if scaling == "yarn":
+            rope.update(original_max_position_embeddings=64)
+        return transformers.LlamaConfig(attention_bias=bool(rng.integers(2)), mlp_bias=bool(rng.integers(2)), **common)
     if family == "mistral":
-        return transformers.MistralConfig(sliding_window=int(rng.integers(4, 20)), **common)
+        return transformers.MistralConfig(sliding_window=int(rng.integers(4, 20)),
+                                          head_dim=int(rng.choice([16, 32])), **common)
+    if rng.integers(2):  # the upper layers look back over a window
+        common.update(use_sliding_window=True, sliding_window=int(rng.integers(4, 20)),
+                      max_window_layers=int(rng.integers(0, common["num_hidden_layers"] + 1)))
     if family == "qwen2":
         return transformers.Qwen2Config(**common)
-    return transformers.Qwen3Config(head_dim=int(rng.choice([16, 32, 64])), **common)
+    return transformers.Qwen3Config(head_dim=int(rng.choice([16, 32, 64])), attention_bias=bool(rng.integers(2)),
+                                    **common)
 
 
 def random_lora(rng):
