@@ -37,6 +37,7 @@ typedef enum {
     QL_ROW_SHAREGPT,   /* conversations of {"from","value"} */
     QL_ROW_COMPLETION, /* prompt and completion, strings or messages */
     QL_ROW_ALPACA,     /* instruction, input, output */
+    QL_ROW_IDS,        /* tokens already: input_ids, and labels and attention_mask where they are given */
 } ql_row_kind;
 const char *ql_row_kind_name(ql_row_kind k);
 
@@ -83,6 +84,7 @@ ql_status ql_format_row(ql_formatter *f, const json_t *row, ql_example *out) QL_
 typedef struct ql_tokenising ql_tokenising;
 ql_status ql_tokenise_start(ql_table *rows, ql_tok *tok, const ql_data_options *o,
                             ql_tokenising **out) QL_MUST_USE;
+/* done = total: over, well or not; wait says which. */
 void ql_tokenise_progress(const ql_tokenising *t, int64_t *done, int64_t *total);
 void ql_tokenise_stop(ql_tokenising *t); /* wait then fails with QL_ESTOP */
 /* Waits; the dataset's about: {"rows","examples","tokens","trained_tokens","truncated","prompt_not_prefix",

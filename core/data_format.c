@@ -1,6 +1,7 @@
 /* What a row means, and how it becomes ids with a mask: TRL's SFTTrainer's rules. */
 #include "core/data.h"
 
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -17,7 +18,7 @@ static const char HUMAN[] = "<human>:", BOT[] = "<bot>:";
 const char *ql_row_kind_name(ql_row_kind k)
 {
     static const char *const names[] = {"unknown",  "text",       "OIG text", "messages",
-                                        "ShareGPT", "completion", "Alpaca"};
+                                        "ShareGPT", "completion", "Alpaca",   "token ids"};
     return names[k];
 }
 
@@ -36,6 +37,7 @@ static bool is_list_of(const json_t *list, const char *key)
 static ql_row_kind recognise(const json_t *row, const char *text_field)
 {
     const json_t *text = json_object_get(row, text_field), *talk = json_object_get(row, "conversations");
+    if (json_is_array(json_object_get(row, "input_ids"))) return QL_ROW_IDS;
     if (json_is_array(json_object_get(row, "messages"))) return QL_ROW_MESSAGES;
     if (is_list_of(talk, "from")) return QL_ROW_SHAREGPT;
     if (is_list_of(talk, "role")) return QL_ROW_MESSAGES;
@@ -54,7 +56,7 @@ static ql_status unknown_columns(const json_t *row)
     for (void *it = json_object_iter(o); it && names.len < 500; it = json_object_iter_next(o, it))
         (void)ql_str_printf(&names, "%s'%.60s'", names.len ? ", " : "", json_object_iter_key(it));
     ql_fail(QL_EINVAL, "the columns %s are none of: text; messages; conversations; prompt and completion; "
-                       "instruction and output. Name the text's column with --dataset_text_field",
+                       "instruction and output; input_ids. Name the text's column with --dataset_text_field",
             names.data ? names.data : "(none)");
     ql_str_free(&names);
     return QL_EINVAL;
@@ -371,6 +373,47 @@ out:
     return st;
 }
 
+/* An array of n integers in [low, high], or of any length where n is SIZE_MAX. */
+static ql_status ints_of(const json_t *list, const char *name, size_t n, json_int_t low, json_int_t high, ql_example *e)
+{
+    if (!json_is_array(list) || (n != SIZE_MAX && json_array_size(list) != n))
+        ROW_FAIL("broken ids", "%s must be a list as long as input_ids", name);
+    for (size_t i = 0; i < json_array_size(list); i++) {
+        const json_t *v = json_array_get(list, i);
+        if (!json_is_integer(v) || json_integer_value(v) < low || json_integer_value(v) > high)
+            ROW_FAIL("broken ids", "%s[%zu] must be a whole number from %lld to %lld", name, i, (long long)low, (long long)high);
+    }
+    return QL_OK;
+}
+
+/* Rows that were tokenised elsewhere, taken as they are: no eos, no special tokens. A label is its token or -100; what
+ * attention_mask leaves out at the end is padding, and dropped. */
+static ql_status format_ids(const json_t *row, ql_example *e)
+{
+    const json_t *ids = json_object_get(row, "input_ids"), *labels = json_object_get(row, "labels");
+    const json_t *mask = json_object_get(row, "attention_mask");
+    size_t n = json_array_size(ids);
+    QL_TRY(ints_of(ids, "input_ids", SIZE_MAX, 0, INT32_MAX, e));
+    if (labels) QL_TRY(ints_of(labels, "labels", n, -100, INT32_MAX, e));
+    if (mask) {
+        QL_TRY(ints_of(mask, "attention_mask", n, 0, 1, e));
+        while (n && !json_integer_value(json_array_get(mask, n - 1))) n--;
+        for (size_t i = 0; i < n; i++)
+            if (!json_integer_value(json_array_get(mask, i)))
+                ROW_FAIL("broken ids", "attention_mask[%zu] is 0 with a 1 behind it: only padding on the right is read", i);
+    }
+    for (size_t i = 0; i < n; i++) QL_TRY(ql_ids_push(&e->ids, (int32_t)json_integer_value(json_array_get(ids, i))));
+    QL_TRY(mask_all(e, 1));
+    for (size_t i = 0; labels && i < n; i++) {
+        json_int_t want = json_integer_value(json_array_get(labels, i));
+        if (want != -100 && want != e->ids.data[i])
+            ROW_FAIL("broken ids", "labels[%zu] is %lld: a label is -100 or its own token, here %d", i, (long long)want,
+                     (int)e->ids.data[i]);
+        e->trained[i] = want != -100;
+    }
+    return QL_OK;
+}
+
 static ql_status format_any(ql_formatter *f, const json_t *row, ql_example *e)
 {
     const json_t *messages = json_object_get(row, "messages");
@@ -382,6 +425,9 @@ static ql_status format_any(ql_formatter *f, const json_t *row, ql_example *e)
     case QL_ROW_SHAREGPT: return format_sharegpt(f, row, e);
     case QL_ROW_COMPLETION: return format_completion(f, row, e);
     case QL_ROW_ALPACA: return format_alpaca(f, row, e);
+    case QL_ROW_IDS:
+        if (!json_is_array(json_object_get(row, "input_ids"))) ROW_FAIL("broken ids", "the column 'input_ids' is not a list");
+        return format_ids(row, e);
     default: return format_text(f, row, e);
     }
 }

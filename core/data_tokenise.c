@@ -156,6 +156,8 @@ static void *thread_main(void *arg)
     t->status = tokenise(t);
     /* The error text is this thread's own: hand it over. */
     if (t->status != QL_OK) snprintf(t->error, sizeof t->error, "%s", ql_error());
+    /* Also after a failure: who polls for the end must reach ql_tokenise_wait. */
+    atomic_store(&t->done, t->total);
     return NULL;
 }
 

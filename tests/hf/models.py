@@ -16,7 +16,7 @@ def random_config(family, rng):
     kv = int(rng.choice([k for k in (1, 2, 3) if heads % k == 0]))
     hidden = 64 * int(rng.integers(1, 3)) * (3 if heads == 6 else 1)
     common = dict(vocab_size=int(rng.integers(260, 420)), hidden_size=hidden,
-                  intermediate_size=64 * int(rng.integers(1, 5)), num_hidden_layers=int(rng.integers(1, 4)),
+                  intermediate_size=hidden + 64 * int(rng.integers(0, 4)), num_hidden_layers=int(rng.integers(1, 4)),
                   num_attention_heads=heads, num_key_value_heads=kv, max_position_embeddings=256,
                   rms_norm_eps=float(rng.choice([1e-5, 1e-6])), tie_word_embeddings=bool(rng.integers(2)),
                   bos_token_id=1, eos_token_id=2,

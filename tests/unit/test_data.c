@@ -197,6 +197,10 @@ TEST(rows_become_masked_ids)
     SHOWS("qwen", "{\"prompt\":\"a\",\"completion\":\"b\"}", "[ab<|im_end|>]");
     o.loss_on = QL_LOSS_AUTO, o.text_field = "body";
     SHOWS("qwen", "{\"body\":\"x y\"}", "[x y<|im_end|>]");
+    /* Tokenised elsewhere: 64 is 'a'. Nothing is added, padding goes. */
+    SHOWS("qwen", "{\"input_ids\":[64,65,66]}", "[abc]");
+    SHOWS("qwen", "{\"input_ids\":[64,65,66,67],\"labels\":[-100,65,-100,67]}", "a[b]c[d]");
+    SHOWS("qwen", "{\"input_ids\":[64,65,0,0],\"attention_mask\":[1,1,0,0],\"labels\":[64,65,-100,-100]}", "[ab]");
     o.max_length = 2;
     SHOWS("qwen", "{\"body\":\"x y z\"}", "[x y]");
     CHECK(e.truncated);
@@ -210,6 +214,12 @@ TEST(causes_are_named)
     ql_example e = {0};
     CHECK_FAILS(show("qwen", "{\"question\":\"a\",\"answer\":\"b\"}", &o, &s, &e), QL_EINVAL, "'question', 'answer'");
     CHECK_FAILS(show("flags", "{\"messages\":[]}", &o, &s, &e), QL_EINVAL, "no chat template");
+    CHECK_FAILS(show("qwen", "{\"input_ids\":[1,-2]}", &o, &s, &e), QL_EINVAL, "input_ids[1]");
+    CHECK_FAILS(show("qwen", "{\"input_ids\":[1,2.5]}", &o, &s, &e), QL_EINVAL, "input_ids[1]");
+    CHECK_FAILS(show("qwen", "{\"input_ids\":[1,2],\"labels\":[1]}", &o, &s, &e), QL_EINVAL, "labels must be a list as long");
+    CHECK_FAILS(show("qwen", "{\"input_ids\":[1,2],\"labels\":[1,3]}", &o, &s, &e), QL_EINVAL, "labels[1] is 3");
+    CHECK_FAILS(show("qwen", "{\"input_ids\":[1,2],\"attention_mask\":[0,1]}", &o, &s, &e), QL_EINVAL, "padding on the right");
+    CHECK_FAILS(show("qwen", "{\"input_ids\":[1,2],\"labels\":[-100,-100]}", &o, &s, &e), QL_EINVAL, "no token to train on");
     o.loss_on = QL_LOSS_RESPONSES;
     CHECK_FAILS(show("qwen", "{\"text\":\"a\"}", &o, &s, &e), QL_EINVAL, "no responses");
     CHECK_FAILS(show("qwen", "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}]}", &o, &s, &e), QL_EINVAL,
