@@ -141,7 +141,7 @@ def make_model(tok):
               os.path.join(here, "model.safetensors"), {"format": "pt"})
     write_json("config.json", {
         "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-        "bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id, "head_dim": 32,
+        "bos_token_id": config.bos_token_id, "eos_token_id": [config.eos_token_id, tok.token_to_id(EOT)], "head_dim": 32,
         "hidden_act": "silu", "hidden_size": 128, "initializer_range": 0.02, "intermediate_size": 384,
         "max_position_embeddings": 1024, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 4,
         "num_hidden_layers": 4, "num_key_value_heads": 2, "pad_token_id": config.pad_token_id, "rms_norm_eps": 1e-5,
