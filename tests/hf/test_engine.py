@@ -69,9 +69,11 @@ def test_training(tmp_path, family, base, seed):
     ours = load_file(os.path.join(out["adapter"], "adapter_model.safetensors"))
     theirs = ref.adapter_tensors(wrapped)
     assert sorted(ours) == sorted(theirs)
-    # An element whose gradient is nothing but rounding may take its first steps to the other side.
-    off = torch.cat([(ours[k] - theirs[k]).abs().flatten() for k in ours])
-    assert (off > 1e-5).float().mean() < 1e-3, off.max()
+    # Against how far training moved it. Where a gradient is little more than rounding Adam still takes whole steps, so
+    # single elements may part ways; the losses above say that none that matter do.
+    began = load_file(os.path.join(start, "adapter_model.safetensors"))
+    off, way = (torch.cat([(a[k] - b[k]).flatten() for k in ours]).norm() for a, b in ((ours, theirs), (theirs, began)))
+    assert off < 1e-2 * way
     again = peft.PeftModel.from_pretrained(copy.deepcopy(twin), out["adapter"])
     assert score["eval_loss"] == pytest.approx(models.eval_loss(again, case.eval_rows, 4), rel=1e-6)
 
