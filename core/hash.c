@@ -100,3 +100,50 @@ void ql_sha_end(ql_sha *s, char hex[65])
     ql_sha_add(s, tail, 8);
     for (int i = 0; i < (s->kind == QL_SHA1 ? 5 : 8); i++) snprintf(hex + 8 * i, 9, "%08x", s->h[i]);
 }
+
+/* ---- XXH64 (the published algorithm, little-endian machines) ------------------------------------ */
+
+static const uint64_t P1 = 0x9e3779b185ebca87u, P2 = 0xc2b2ae3d27d4eb4fu, P3 = 0x165667b19e3779f9u, P4 = 0x85ebca77c2b2ae63u,
+                      P5 = 0x27d4eb2f165667c5u;
+
+static uint64_t rotl64(uint64_t x, int n)
+{
+    return x << n | x >> (64 - n);
+}
+
+static uint64_t read64(const unsigned char *p)
+{
+    uint64_t v;
+    memcpy(&v, p, 8);
+    return v;
+}
+
+static uint64_t lane(uint64_t v, uint64_t x)
+{
+    return rotl64(v + x * P2, 31) * P1;
+}
+
+uint64_t ql_hash64(uint64_t seed, const void *data, size_t n)
+{
+    const unsigned char *p = data, *end = n ? p + n : p;
+    uint64_t h = seed + P5;
+    if (n >= 32) {
+        uint64_t v[4] = {seed + P1 + P2, seed + P2, seed, seed - P1};
+        for (; end - p >= 32; p += 32)
+            for (int i = 0; i < 4; i++) v[i] = lane(v[i], read64(p + 8 * i));
+        h = rotl64(v[0], 1) + rotl64(v[1], 7) + rotl64(v[2], 12) + rotl64(v[3], 18);
+        for (int i = 0; i < 4; i++) h = (h ^ lane(0, v[i])) * P1 + P4;
+    }
+    h += n;
+    for (; end - p >= 8; p += 8) h = rotl64(h ^ lane(0, read64(p)), 27) * P1 + P4;
+    if (end - p >= 4) {
+        uint32_t u;
+        memcpy(&u, p, 4);
+        h = rotl64(h ^ u * P1, 23) * P2 + P3;
+        p += 4;
+    }
+    for (; p < end; p++) h = rotl64(h ^ *p * P5, 11) * P1;
+    h = (h ^ h >> 33) * P2;
+    h = (h ^ h >> 29) * P3;
+    return h ^ h >> 32;
+}

@@ -1,4 +1,5 @@
-/* SHA-256 and SHA-1 of what is downloaded: the hub names large files by one, small ones by git's other. */
+/* SHA-256 and SHA-1 of what is downloaded: the hub names large files by one, small ones by git's other. A fast hash to compare what
+ * two places hold. */
 #ifndef QL_HASH_H
 #define QL_HASH_H
 
@@ -17,5 +18,8 @@ typedef struct {
 void ql_sha_begin(ql_sha *s, ql_sha_kind kind);
 void ql_sha_add(ql_sha *s, const void *data, size_t n);
 void ql_sha_end(ql_sha *s, char hex[65]); /* 40 or 64 digits */
+
+/* XXH64: for bytes that nobody forges, at the speed of memory. Runs are chained by giving one's hash as the next one's seed. */
+uint64_t ql_hash64(uint64_t seed, const void *data, size_t n);
 
 #endif

@@ -88,8 +88,8 @@ ql_status ql_run_report(const char *path, json_t **out);
  *   {"cmd":"eval","id":3,"job":{…},"adapter":PATH|null}
  *   {"cmd":"generate","id":4,"job":{…},"adapter":PATH|null,"prompts":[…],"messages":[…],"max_new_tokens":64,"temperature":0,"top_p":1,
  *      "top_k":0,"seed":0,"compare":true}     compare: also without the adapter
- *   {"cmd":"verify","id":5,"job":{…},"run":PATH}
- *   {"cmd":"memory","id":6}
+ *   {"cmd":"verify","id":5,"job":{…},"run":PATH|null}
+ *   {"cmd":"memory","id":6}                                          also while nothing is placed
  *   {"cmd":"unload","id":7}                                          frees the devices; the process stays
  *   {"cmd":"stop"}                                                   the running command ends at its next action
  *
@@ -111,7 +111,8 @@ ql_status ql_run_report(const char *path, json_t **out);
  *   {"ev":"stopped","id":n,"step":n,"checkpoint":PATH|null}                     ends the command
  *   {"ev":"done","id":n,"result":{…}}                                           ends the command
  * Results. train: {"run","step","train_loss","train_runtime","tokens_per_second","adapter":PATH,"log_history":[…]}; eval: HF's eval record;
- * generate: {"texts":[…],"base":[…]}; verify: {"checks":[{"name","ok","text"}…]}. */
+ * generate: {"texts":[…],"base":[…]}; verify: {"checks":[{"name","ok","text"}…],"layers":[{"layer","hash","file","ok"}…]}; memory: as the event of
+ * that name. */
 
 #define QL_ENGINE_FD 3
 #define QL_VERSION   "0.1.0"

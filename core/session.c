@@ -279,7 +279,7 @@ static ql_status open_log(session *s, const json_t *command)
 {
     const char *run = json_string_value(json_object_get(command, "run"));
     char path[QL_PATH_MAX];
-    if (!run) return QL_OK;
+    if (!run || !is(json_string_value(json_object_get(command, "cmd")), "train")) return QL_OK; /* the record is of training alone */
     QL_TRY(ql_path_mkdirs(run));
     QL_TRY(ql_path_join(path, run, "events.jsonl"));
     return ql_events_log(s->out, path);
@@ -305,6 +305,31 @@ out:
     return st;
 }
 
+/* What the devices hold: as the ranks measure it, or the driver's figures where nothing of ours is there. */
+static ql_status memory(session *s, json_t *command)
+{
+    json_t *list = json_array(), *o;
+    size_t i;
+    ql_status st = QL_OK;
+    if (s->ranks) {
+        json_decref(list);
+        return run_on_ranks(s, command);
+    }
+    json_decref(s->probe);
+    s->probe = NULL;
+    QL_GO(ql_devices_probe(s->set->cuda_library, &s->probe, s->missing, sizeof s->missing));
+    json_array_foreach(s->probe, i, o)
+    {
+        json_int_t total = json_integer_value(json_object_get(o, "total")), left = json_integer_value(json_object_get(o, "free"));
+        json_array_append_new(list, json_pack("{s:i,s:O,s:{},s:i,s:i,s:i,s:I,s:I}", "rank", (int)i, "name", json_object_get(o, "name"), "bytes",
+                                              "arena", 0, "peak", 0, "process", 0, "used", total - left, "total", total));
+    }
+    ql_events_emit(s->out, "done", json_pack("{s:O?,s:{s:O,s:i}}", "id", json_object_get(command, "id"), "result", "devices", list, "host", 0));
+out:
+    json_decref(list);
+    return st;
+}
+
 static void answer_error(session *s, const json_t *command, ql_status st)
 {
     json_t *e = st == QL_ESTOP ? json_pack("{s:O?,s:i,s:n}", "id", json_object_get(command, "id"), "step", 0, "checkpoint")
@@ -319,8 +344,10 @@ static void take_command(session *s, json_t *c)
     ql_status st = QL_OK;
     s->stop = 0;
     ql_error_clear();
-    if (is(name, "train") || is(name, "eval") || is(name, "generate")) {
+    if (is(name, "train") || is(name, "eval") || is(name, "generate") || is(name, "verify")) {
         st = run_command(s, c);
+    } else if (is(name, "memory")) {
+        st = memory(s, c);
     } else if (is(name, "unload")) {
         drop_ranks(s);
         ql_events_emit(s->out, "done", json_pack("{s:O?,s:{}}", "id", json_object_get(c, "id"), "result"));

@@ -56,12 +56,13 @@ static ql_status order_of(ql_worker *w, int64_t epoch)
     return ql_sampler_order(t->args.data_seed, epoch, n, o);
 }
 
-static ql_status step_data(run *x, int64_t step, ql_step_data *d)
+ql_status ql_train_data(ql_worker *w, int64_t step, ql_step_data *d)
 {
-    ql_step_at at = ql_steps_at(&x->t->steps, step);
-    QL_TRY(order_of(x->w, at.epoch));
-    *d = (ql_step_data){.data = x->t->train, .order = x->w->order, .n = x->t->steps.rows, .first = at.first, .batch = x->t->args.batch,
-                        .g = (int)at.count, .pad_id = x->t->pad_id, .step = (uint32_t)(step + 1)};
+    const ql_task *t = w->task;
+    ql_step_at at = ql_steps_at(&t->steps, step);
+    QL_TRY(order_of(w, at.epoch));
+    *d = (ql_step_data){.data = t->train, .order = w->order, .n = t->steps.rows, .first = at.first, .batch = t->args.batch,
+                        .g = (int)at.count, .pad_id = t->pad_id, .step = (uint32_t)(step + 1)};
     d->items = ql_step_items(d);
     return QL_OK;
 }
@@ -134,33 +135,16 @@ static ql_status save(run *x)
 
 /* ---- records ---------------------------------------------------------------------------------- */
 
-static json_t *rank_memory(const ql_rank_state *s, int rank)
-{
-    json_t *bytes = json_object();
-    int64_t arena = 0;
-    for (int c = 0; c < QL_CATS; c++) {
-        arena += s->bytes[c];
-        if (s->bytes[c]) json_object_set_new(bytes, ql_cat_name((ql_cat)c), json_integer(s->bytes[c]));
-    }
-    /* What the driver counts for this process beyond our arena: context, libraries, communicator. */
-    int64_t runtime = s->mem.process > arena ? s->mem.process - arena : 0;
-    if (runtime) json_object_set_new(bytes, "runtime", json_integer(runtime));
-    return json_pack("{s:i,s:s,s:o,s:I,s:I,s:I,s:I,s:I,s:i,s:i}", "rank", rank, "name", s->name, "bytes", bytes, "arena", (json_int_t)arena,
-                     "peak", (json_int_t)s->mem.peak, "process", (json_int_t)s->mem.process, "used", (json_int_t)s->mem.used, "total",
-                     (json_int_t)s->mem.total, "temperature", s->mem.temperature_c, "power", s->mem.power_w);
-}
-
 static ql_status report_memory(run *x, int force)
 {
     double now = ql_now();
     if (!force && now - x->last_memory < 0.5) return QL_OK;
     x->last_memory = now;
+    json_t *figures = NULL;
     QL_TRY(ql_rank_measure(x->r));
     if (!first_rank(x)) return QL_OK;
-    json_t *list = json_array();
-    for (int i = 0; i < x->w->p->world; i++) json_array_append_new(list, rank_memory(&x->w->p->shared->rank[i], i));
-    return ql_worker_emit(x->w, "memory", json_pack("{s:o,s:I}", "devices", list, "host", (json_int_t)ql_mem_host_base(x->r->mem) +
-                                                    x->w->p->world * ql_mem_host_rank(x->r->mem)));
+    QL_TRY(ql_worker_memory(x->w, &figures));
+    return ql_worker_emit(x->w, "memory", figures);
 }
 
 static ql_status report_step(run *x, const ql_step_data *d, const ql_step_result *s, double seconds)
@@ -250,7 +234,7 @@ static ql_status steps(run *x)
         ql_step_data d;
         ql_step_result s;
         double from = ql_now();
-        QL_GO(step_data(x, x->done, &d));
+        QL_GO(ql_train_data(x->w, x->done, &d));
         if (d.g != g) {
             ql_plan_free(&p);
             QL_GO(ql_plan_build(&x->t->spec.choice, x->w->p->rank, d.g, &p));
@@ -292,6 +276,7 @@ ql_status ql_train_run(ql_worker *w, const json_t *command, json_t **out)
     QL_GO(ql_history_new(&x.t->args, &x.t->steps, &x.history));
     QL_GO(begin(&x, resume));
     x.until = x.t->steps.max_steps;
+    w->holds[0] = 0;
     if (json_is_integer(n)) x.until = ql_min64(x.until, json_integer_value(n));
     QL_GO(ql_rank_measure(x.r));
     QL_GO(report_start(&x, x.done));
@@ -305,12 +290,14 @@ ql_status ql_train_run(ql_worker *w, const json_t *command, json_t **out)
         w->p->shared->rank[w->p->rank].beat++;
         if (x.done > 0 && x.checkpoint_step != x.done) QL_GO(save(&x));
         *out = json_pack("{s:I,s:s?}", "step", (json_int_t)x.done, "checkpoint", x.done > 0 ? x.checkpoint : NULL);
+        snprintf(w->holds, sizeof w->holds, "%s", x.dir);
         st = QL_ESTOP;
         goto out;
     }
     if (st == QL_OK) {
         QL_GO(report_memory(&x, 1));
         st = finish(&x, out);
+        if (st == QL_OK) snprintf(w->holds, sizeof w->holds, "%s", x.dir);
     }
 out:
     ql_history_free(x.history);
@@ -327,6 +314,7 @@ ql_status ql_eval_run(ql_worker *w, const json_t *command, json_t **out)
     if (!w->task->eval) QL_FAIL(QL_EINVAL, "eval: no evaluation data: `data … --eval_dataset FILE` first");
     flat = calloc((size_t)w->task->lora->elements, sizeof *flat);
     if (!flat) QL_FAIL(QL_ENOMEM, "no memory for the adapters");
+    w->holds[0] = 0;
     if (adapter) QL_GO(ql_lora_read(w->task->lora, adapter, flat)); /* none: B is zero, the base itself */
     QL_GO(ql_rank_set_adapters(w->rank, flat));
     QL_GO(ql_worker_say(w, "evaluating", ""));

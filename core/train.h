@@ -1,7 +1,8 @@
-/* Commands as a rank runs them: train, eval. (generate.c, verify.c have theirs.) */
+/* Commands as a rank runs them: train, eval. (generate.h, verify.h have theirs.) */
 #ifndef QL_TRAIN_H
 #define QL_TRAIN_H
 
+#include "core/file.h"
 #include "core/launch.h"
 
 /* A rank process between commands: the device with the model on it stays. */
@@ -12,6 +13,7 @@ typedef struct {
     ql_rank *rank;             /* NULL: nothing placed */
     int32_t *order;            /* an epoch's examples */
     int64_t order_epoch, order_n;
+    char holds[QL_PATH_MAX];   /* the run whose adapters are on the device as training left them; "" other ones */
 } ql_worker;
 
 /* The body of a rank process. */
@@ -22,6 +24,11 @@ ql_status ql_train_run(ql_worker *w, const json_t *command, json_t **out);
 ql_status ql_eval_run(ql_worker *w, const json_t *command, json_t **out);
 /* Evaluates on the task's eval set with the adapters as they are; loss as Hugging Face's prediction loop has it. */
 ql_status ql_eval_loss(ql_worker *w, double *loss, int64_t *samples, int64_t *batches);
+
+/* What step `step` (from 0) is trained on. */
+ql_status ql_train_data(ql_worker *w, int64_t step, ql_step_data *d);
+/* The figures of all ranks as they last measured them (ql_rank_measure): the fields of a "memory" event. */
+ql_status ql_worker_memory(const ql_worker *w, json_t **out);
 
 ql_status ql_worker_emit(ql_worker *w, const char *event, json_t *fields); /* rank 0 only speaks */
 ql_status ql_worker_say(ql_worker *w, const char *state, const char *text);

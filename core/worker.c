@@ -1,6 +1,7 @@
 /* A rank process: takes commands, places what they need, runs them. */
 #include "core/generate.h"
 #include "core/train.h"
+#include "core/verify.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -19,6 +20,46 @@ ql_status ql_worker_say(ql_worker *w, const char *state, const char *text)
 {
     return ql_worker_emit(w, "state", json_pack("{s:s,s:s}", "state", state, "text", text));
 }
+
+/* ---- memory ----------------------------------------------------------------------------------- */
+
+static json_t *rank_memory(const ql_rank_state *s, int rank)
+{
+    json_t *bytes = json_object();
+    int64_t arena = 0;
+    for (int c = 0; c < QL_CATS; c++) {
+        arena += s->bytes[c];
+        if (s->bytes[c]) json_object_set_new(bytes, ql_cat_name((ql_cat)c), json_integer(s->bytes[c]));
+    }
+    /* What the driver counts for this process beyond our arena: context, libraries, communicator. */
+    int64_t runtime = s->mem.process > arena ? s->mem.process - arena : 0;
+    if (runtime) json_object_set_new(bytes, "runtime", json_integer(runtime));
+    return json_pack("{s:i,s:s,s:o,s:I,s:I,s:I,s:I,s:I,s:i,s:i}", "rank", rank, "name", s->name, "bytes", bytes, "arena", (json_int_t)arena,
+                     "peak", (json_int_t)s->mem.peak, "process", (json_int_t)s->mem.process, "used", (json_int_t)s->mem.used, "total",
+                     (json_int_t)s->mem.total, "temperature", s->mem.temperature_c, "power", s->mem.power_w);
+}
+
+ql_status ql_worker_memory(const ql_worker *w, json_t **out)
+{
+    json_t *list = json_array();
+    for (int i = 0; i < w->p->world; i++) json_array_append_new(list, rank_memory(&w->p->shared->rank[i], i));
+    *out = json_pack("{s:o,s:I}", "devices", list, "host",
+                     (json_int_t)(ql_mem_host_base(w->rank->mem) + w->p->world * ql_mem_host_rank(w->rank->mem)));
+    return *out ? QL_OK : ql_fail(QL_ENOMEM, "no memory for the figures");
+}
+
+static ql_status memory_run(ql_worker *w, json_t **out)
+{
+    ql_rank *r = w->rank;
+    if (!r) QL_FAIL(QL_EINTERNAL, "memory: nothing is placed");
+    QL_TRY(ql_rank_measure(r));
+    /* Rank 0 speaks for all: only when all have measured. */
+    if (r->comm) QL_TRY(r->set.be->comm->barrier(r->comm, r->compute));
+    QL_TRY(r->set.be->dev->sync(r->compute));
+    return ql_worker_memory(w, out);
+}
+
+/* ---- commands --------------------------------------------------------------------------------- */
 
 static void on_progress(void *ctx, const char *what, int64_t done, int64_t total)
 {
@@ -65,6 +106,7 @@ static ql_status take_task(ql_worker *w, const json_t *c)
     }
     ql_rank_close(w->rank);
     w->rank = NULL;
+    w->holds[0] = 0;
     if (w->placed) ql_task_close(w->placed);
     w->placed = NULL;
     QL_TRY(ql_worker_say(w, "placing", ""));
@@ -77,7 +119,10 @@ static ql_status take_task(ql_worker *w, const json_t *c)
 
 static ql_status run_command(ql_worker *w, const json_t *c, const char *name, json_t **out)
 {
+    if (strcmp(name, "memory") == 0) return memory_run(w, out);
     if (!json_is_true(json_object_get(c, "as_placed"))) QL_TRY(take_task(w, c));
+    if (strcmp(name, "verify") == 0) return ql_verify_run(w, c, out);
+    if (strcmp(name, "generate") == 0) w->holds[0] = 0; /* it brings its own adapters */
     if (strcmp(name, "train") == 0) return ql_train_run(w, c, out);
     if (strcmp(name, "eval") == 0) return ql_eval_run(w, c, out);
     if (strcmp(name, "generate") == 0) return ql_generate_run(w, c, out);

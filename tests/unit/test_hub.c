@@ -199,6 +199,17 @@ TEST(checksums)
     CHECK_STR(hex, "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
 }
 
+/* Values of the xxhash library. */
+TEST(fast_hash)
+{
+    unsigned char x[100];
+    for (int i = 0; i < 100; i++) x[i] = (unsigned char)i;
+    CHECK(ql_hash64(0, "", 0) == 0xef46db3751d8e999u);
+    CHECK(ql_hash64(0, "abc", 3) == 0x44bc2cf5ad770999u);
+    CHECK(ql_hash64(0, x, 100) == 0x6ac1e58032166597u);
+    CHECK(ql_hash64(12345, x, 71) == 0x865c0c8c4dd3da15u);
+}
+
 TEST(names_are_checked)
 {
     CHECK(ql_hub_is_repo("org/name-1.5_x"));
@@ -307,6 +318,6 @@ TEST(clean_up)
     CHECK(!cache[0] || system(cmd) == 0);
 }
 
-TEST_MAIN(T(checksums), T(names_are_checked), T(the_standard_cache_is_filled_and_reused),
+TEST_MAIN(T(checksums), T(fast_hash), T(names_are_checked), T(the_standard_cache_is_filled_and_reused),
           T(cut_stalled_and_busy_servers_are_outlasted), T(lies_are_found), T(gated_models_say_what_to_click),
           T(a_stopped_download_goes_on), T(clean_up))
