@@ -15,7 +15,7 @@ CXXFLAGS += -std=c++17 $(OPT) -fPIC -Wall -Wextra $(if $(WERROR),-Werror)
 CPPFLAGS += -I. -MMD -MP
 # The CUDA backend, opened at run time, takes ql_fail and its neighbours from the program.
 LDFLAGS  += -rdynamic
-LDLIBS   += -ljansson -lpcre2-8 -lcurl -lopenblas -lpthread -ldl -lm
+LDLIBS   += -ljansson -lpcre2-8 -lopenblas -lpthread -ldl -lm
 
 .DEFAULT_GOAL := all
 .SECONDARY:

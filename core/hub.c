@@ -5,6 +5,7 @@
 #include "core/unicode.h"
 
 #include <curl/curl.h>
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <fnmatch.h>
@@ -18,7 +19,20 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { API_MAX = 64 << 20, REDIRECTS = 10 };
+enum { API_MAX = 64 << 20, REDIRECTS = 10, HASH_STEP = 16 << 20 };
+
+/* The system's libcurl, opened at the first download: without one everything but downloads works. The header's macros
+ * check types of calls to its own functions; these go by the same names through a table. */
+static struct {
+    CURLcode (*global_init)(long flags);
+    CURL *(*init)(void);
+    CURLcode (*setopt)(CURL *c, CURLoption option, ...);
+    CURLcode (*getinfo)(CURL *c, CURLINFO info, ...);
+    CURLcode (*perform)(CURL *c);
+    void (*reset)(CURL *c);
+    void (*cleanup)(CURL *c);
+    const char *(*strerror)(CURLcode code);
+} curl;
 
 typedef struct {
     const ql_hub_options *o;
@@ -95,7 +109,7 @@ static size_t on_body(char *p, size_t one, size_t n, void *user)
     answer *a = user;
     long status = 0;
     (void)one;
-    curl_easy_getinfo(a->h->curl, CURLINFO_RESPONSE_CODE, &status);
+    curl.getinfo(a->h->curl, CURLINFO_RESPONSE_CODE, &status);
     if (a->text) {
         if (a->text->len + n > API_MAX || ql_str_add(a->text, p, n) != QL_OK) return 0;
         return n;
@@ -127,44 +141,47 @@ static int on_progress(void *user, curl_off_t a1, curl_off_t a2, curl_off_t a3, 
     return a->stopped;
 }
 
+/* No redirect leads from https to plain http. Options by number: libcurl before 7.85 knows only the bit masks, headers after
+ * it warn of them, and the library that runs need not be the one compiled with. */
+static void allow_protocols(CURL *c, bool secure)
+{
+    enum { PROTOCOLS = 181, REDIR_PROTOCOLS = 182, PROTOCOLS_STR = 10318, REDIR_PROTOCOLS_STR = 10319 };
+    const char *names = secure ? "https" : "http,https";
+    long bits = secure ? CURLPROTO_HTTPS : CURLPROTO_HTTP | CURLPROTO_HTTPS;
+    if (curl.setopt(c, (CURLoption)PROTOCOLS_STR, names) != CURLE_OK) curl.setopt(c, (CURLoption)PROTOCOLS, bits);
+    if (curl.setopt(c, (CURLoption)REDIR_PROTOCOLS_STR, names) != CURLE_OK) curl.setopt(c, (CURLoption)REDIR_PROTOCOLS, bits);
+}
+
 static ql_status set_up(hub *h, const char *url, answer *a)
 {
     CURL *c = h->curl;
     const ql_hub_options *o = h->o;
-    curl_easy_reset(c);
-    curl_easy_setopt(c, CURLOPT_URL, url);
-    curl_easy_setopt(c, CURLOPT_USERAGENT, "qlora/0.1");
-    curl_easy_setopt(c, CURLOPT_NOSIGNAL, 1L);
-    curl_easy_setopt(c, CURLOPT_FOLLOWLOCATION, 1L);
-    curl_easy_setopt(c, CURLOPT_MAXREDIRS, (long)REDIRECTS);
-    curl_easy_setopt(c, CURLOPT_CONNECTTIMEOUT, 15L);
-    curl_easy_setopt(c, CURLOPT_LOW_SPEED_LIMIT, 1L);
-    curl_easy_setopt(c, CURLOPT_LOW_SPEED_TIME, (long)(o->stall_seconds > 0 ? o->stall_seconds : 30));
-    curl_easy_setopt(c, CURLOPT_HEADERFUNCTION, on_header);
-    curl_easy_setopt(c, CURLOPT_HEADERDATA, a);
-    curl_easy_setopt(c, CURLOPT_WRITEFUNCTION, on_body);
-    curl_easy_setopt(c, CURLOPT_WRITEDATA, a);
-    curl_easy_setopt(c, CURLOPT_NOPROGRESS, 0L);
-    curl_easy_setopt(c, CURLOPT_XFERINFOFUNCTION, on_progress);
-    curl_easy_setopt(c, CURLOPT_XFERINFODATA, a);
-    /* No redirect leads from https to plain http. */
-#if LIBCURL_VERSION_NUM >= 0x075500
-    curl_easy_setopt(c, CURLOPT_PROTOCOLS_STR, strncmp(url, "https:", 6) == 0 ? "https" : "http,https");
-    curl_easy_setopt(c, CURLOPT_REDIR_PROTOCOLS_STR, strncmp(url, "https:", 6) == 0 ? "https" : "http,https");
-#else
-    long allowed = strncmp(url, "https:", 6) == 0 ? CURLPROTO_HTTPS : CURLPROTO_HTTP | CURLPROTO_HTTPS;
-    curl_easy_setopt(c, CURLOPT_PROTOCOLS, allowed);
-    curl_easy_setopt(c, CURLOPT_REDIR_PROTOCOLS, allowed);
-#endif
+    curl.reset(c);
+    curl.setopt(c, CURLOPT_URL, url);
+    curl.setopt(c, CURLOPT_USERAGENT, "qlora/0.1");
+    curl.setopt(c, CURLOPT_NOSIGNAL, 1L);
+    curl.setopt(c, CURLOPT_FOLLOWLOCATION, 1L);
+    curl.setopt(c, CURLOPT_MAXREDIRS, (long)REDIRECTS);
+    curl.setopt(c, CURLOPT_CONNECTTIMEOUT, 15L);
+    curl.setopt(c, CURLOPT_LOW_SPEED_LIMIT, 1L);
+    curl.setopt(c, CURLOPT_LOW_SPEED_TIME, (long)(o->stall_seconds > 0 ? o->stall_seconds : 30));
+    curl.setopt(c, CURLOPT_HEADERFUNCTION, on_header);
+    curl.setopt(c, CURLOPT_HEADERDATA, a);
+    curl.setopt(c, CURLOPT_WRITEFUNCTION, on_body);
+    curl.setopt(c, CURLOPT_WRITEDATA, a);
+    curl.setopt(c, CURLOPT_NOPROGRESS, 0L);
+    curl.setopt(c, CURLOPT_XFERINFOFUNCTION, on_progress);
+    curl.setopt(c, CURLOPT_XFERINFODATA, a);
+    allow_protocols(c, strncmp(url, "https:", 6) == 0);
     if (o->token && *o->token) { /* curl drops it when a redirect leads to another host */
-        curl_easy_setopt(c, CURLOPT_HTTPAUTH, (long)CURLAUTH_BEARER);
-        if (curl_easy_setopt(c, CURLOPT_XOAUTH2_BEARER, o->token) != CURLE_OK)
+        curl.setopt(c, CURLOPT_HTTPAUTH, (long)CURLAUTH_BEARER);
+        if (curl.setopt(c, CURLOPT_XOAUTH2_BEARER, o->token) != CURLE_OK)
             QL_FAIL(QL_ENOMEM, "no memory for a request");
     }
     /* Not RESUME_FROM, which makes an error of a server that sends the whole file instead. */
     char range[32];
     snprintf(range, sizeof range, "%lld-", (long long)a->at);
-    if (a->at && curl_easy_setopt(c, CURLOPT_RANGE, range) != CURLE_OK) QL_FAIL(QL_ENOMEM, "no memory for a request");
+    if (a->at && curl.setopt(c, CURLOPT_RANGE, range) != CURLE_OK) QL_FAIL(QL_ENOMEM, "no memory for a request");
     a->asked_from = a->at, a->checked = false, a->retry_after = -1;
     return QL_OK;
 }
@@ -207,8 +224,8 @@ static ql_status fetch(hub *h, const char *url, answer *a)
     for (int failed = 0;;) {
         long status = 0;
         QL_TRY(set_up(h, url, a));
-        CURLcode rc = curl_easy_perform(h->curl);
-        curl_easy_getinfo(h->curl, CURLINFO_RESPONSE_CODE, &status);
+        CURLcode rc = curl.perform(h->curl);
+        curl.getinfo(h->curl, CURLINFO_RESPONSE_CODE, &status);
         if (a->stopped) QL_FAIL(QL_ESTOP, "the download of %s was stopped; the next one goes on from there", h->repo);
         if (a->io_error) QL_FAIL(QL_EIO, "%s: cannot be written: %s (is the disk full?)", a->name, strerror(errno));
         if (a->too_long)
@@ -228,7 +245,7 @@ static ql_status fetch(hub *h, const char *url, answer *a)
         if (failed >= tries) {
             if (rc != CURLE_OK)
                 QL_FAIL(QL_EIO, "%s: %s (%d tries; %s). Without a network, set HF_HUB_OFFLINE=1 to use what is cached", a->name,
-                        curl_easy_strerror(rc), failed, h->endpoint);
+                        curl.strerror(rc), failed, h->endpoint);
             if (status < 400)
                 QL_FAIL(QL_EIO, "%s: the server ends after %lld of %lld bytes (%d tries)", a->name, (long long)a->at,
                         (long long)a->size, failed);
@@ -274,21 +291,27 @@ out:
     return st;
 }
 
-static ql_status check_hash(const char *path, const char *want, const char *name)
+static ql_status check_hash(const hub *h, const char *path, const char *want, const char *name)
 {
     char hex[65], buffer[1 << 16], git[64];
-    bool lfs = strlen(want) == 64;
+    bool lfs = strlen(want) == 64, stopped = false;
     ql_sha s;
     struct stat st;
+    int64_t at = 0;
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0 || fstat(fd, &st)) QL_FAIL(QL_EIO, "%s: %s", name, strerror(errno));
     ql_sha_begin(&s, lfs ? QL_SHA256 : QL_SHA1);
     /* git's name of a file: sha1 of "blob SIZE\0" and the content. */
     if (!lfs) ql_sha_add(&s, git, (size_t)snprintf(git, sizeof git, "blob %lld", (long long)st.st_size) + 1);
-    ssize_t n;
-    while ((n = read(fd, buffer, sizeof buffer)) > 0) ql_sha_add(&s, buffer, (size_t)n);
+    ssize_t n = 0;
+    while (!stopped && (n = read(fd, buffer, sizeof buffer)) > 0) {
+        ql_sha_add(&s, buffer, (size_t)n);
+        at += n;
+        if (h->o->progress && at % HASH_STEP < n) stopped = h->o->progress(h->o->user, name, h->done + st.st_size, h->total) != 0;
+    }
     close(fd);
     if (n < 0) QL_FAIL(QL_EIO, "%s: %s", name, strerror(errno));
+    if (stopped) QL_FAIL(QL_ESTOP, "the download of %s was stopped; the next one goes on from there", h->repo);
     ql_sha_end(&s, hex);
     if (strcmp(hex, want) != 0) {
         unlink(path);
@@ -316,7 +339,7 @@ static ql_status download(hub *h, const char *name, const char *hash, int64_t si
     if (fstat(a.fd, &st_) == 0 && st_.st_size <= size) a.at = st_.st_size;
     else if (ftruncate(a.fd, 0)) st = ql_fail(QL_EIO, "%s: %s", name, strerror(errno));
     if (st == QL_OK && (a.at < size || size == 0)) st = fetch(h, url.data, &a);
-    if (st == QL_OK) st = check_hash(part.data, hash, name);
+    if (st == QL_OK) st = check_hash(h, part.data, hash, name);
     if (st == QL_OK && rename(part.data, blob)) st = ql_fail(QL_EIO, "%s: %s", blob, strerror(errno));
 out:
     if (a.fd >= 0) close(a.fd);
@@ -456,7 +479,18 @@ static ql_status online(hub *h, const char *const *patterns, size_t n, char fold
 static pthread_once_t curl_once = PTHREAD_ONCE_INIT;
 static void curl_start(void)
 {
-    curl_global_init(CURL_GLOBAL_DEFAULT);
+    static const char *const names[] = {"global_init", "easy_init", "easy_setopt", "easy_getinfo",
+                                        "easy_perform", "easy_reset", "easy_cleanup", "easy_strerror"};
+    void *functions[8], *so = dlopen("libcurl.so.4", RTLD_NOW | RTLD_LOCAL);
+    if (!so) so = dlopen("libcurl-gnutls.so.4", RTLD_NOW | RTLD_LOCAL);
+    for (size_t i = 0; i < 8; i++) {
+        char symbol[32];
+        snprintf(symbol, sizeof symbol, "curl_%s", names[i]);
+        if (!so || !(functions[i] = dlsym(so, symbol))) return;
+    }
+    _Static_assert(sizeof functions == sizeof curl, "one name for each function, in the table's order");
+    memcpy(&curl, functions, sizeof curl);
+    curl.global_init(CURL_GLOBAL_DEFAULT);
 }
 
 ql_status ql_hub_snapshot(const ql_hub_options *o, const char *repo, const char *const *patterns, size_t n,
@@ -474,10 +508,12 @@ ql_status ql_hub_snapshot(const ql_hub_options *o, const char *repo, const char 
     QL_TRY(ql_path_join(h.root, o->cache_dir, name));
     if (o->offline) return offline(&h, folder);
     pthread_once(&curl_once, curl_start);
-    h.curl = curl_easy_init();
+    if (!curl.init)
+        QL_FAIL(QL_ENOSUP, "%s: downloads need libcurl.so.4 (apt-get install libcurl4); a folder that is already here needs nothing", repo);
+    h.curl = curl.init();
     if (!h.curl) QL_FAIL(QL_ENOMEM, "no memory for a request");
     st = online(&h, patterns, n, folder);
-    curl_easy_cleanup(h.curl);
+    curl.cleanup(h.curl);
     json_decref(h.info);
     return st;
 }

@@ -69,6 +69,24 @@ ql_status ql_data_report(const ql_job *job, int n_samples, json_t **out);
  * "longest","why"}],"longest","why":[…],"exact_worlds":[1,2,4,8]} */
 ql_status ql_plan_report(const ql_job *job, const json_t *devices, json_t **out);
 
+/* ---- the hub ---------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const char *cache;    /* huggingface_hub's own folder: $HF_HUB_CACHE, or $HF_HOME/hub */
+    const char *endpoint; /* NULL: https://huggingface.co */
+    const char *token;    /* NULL: none. Is sent to the endpoint alone and stands in no message */
+    int offline;          /* only what is in the cache */
+    /* Bytes of all files wanted; nonzero stops (the next fetch goes on from there). At least once a second. */
+    int (*progress)(void *user, const char *file, int64_t done, int64_t total);
+    void *user;
+} ql_hub_access;
+typedef enum { QL_FETCH_MODEL, QL_FETCH_DATA } ql_fetch_what;
+
+/* Whether a name could be one on the hub: "organisation/name". */
+int ql_fetch_named(const char *name);
+/* Its files that the engine reads, in the cache; *folder: where, free(). revision NULL: main. */
+ql_status ql_fetch(const ql_hub_access *hub, ql_fetch_what what, const char *name, const char *revision, char **folder);
+
 /* ---- run folders ----------------------------------------------------------------------------------- */
 
 /* runs/<name>/{job.json, events.jsonl, trainer_state.json, checkpoint-N/, adapter_model.safetensors, adapter_config.json}. The next free

@@ -1,5 +1,5 @@
 /* _core: `%qlora` for Python, in the stable ABI of 3.10. The host is a Python object with the
- * methods show, print, chart, variable and libraries; bundles and reports cross as JSON text. */
+ * methods show, print, chart, variable, libraries and hub; bundles and reports cross as JSON text. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -131,14 +131,25 @@ static ql_status host_variable(void *self, const char *name, const char *folder,
     return QL_OK;
 }
 
-static json_t *host_libraries(void *self)
+static json_t *host_json(const char *method)
 {
-    (void)self;
-    PyObject *r = PyObject_CallMethod(the.host, "libraries", NULL);
+    PyObject *r = PyObject_CallMethod(the.host, method, NULL);
     json_t *v = json_from_python(r);
     Py_XDECREF(r);
     PyErr_Clear();
     return v;
+}
+
+static json_t *host_libraries(void *self)
+{
+    (void)self;
+    return host_json("libraries");
+}
+
+static json_t *host_hub(void *self)
+{
+    (void)self;
+    return host_json("hub");
 }
 
 /* ---- module functions
@@ -185,7 +196,8 @@ static PyObject *core_open(PyObject *module, PyObject *args)
                  .wait = host_wait,
                  .chart = host_chart,
                  .variable = host_variable,
-                 .libraries = host_libraries};
+                 .libraries = host_libraries,
+                 .hub = host_hub};
     ql_magics_options o = {.engine = engine,
                            .runs = runs,
                            .bundled = bundled,

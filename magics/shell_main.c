@@ -120,6 +120,27 @@ static char *beside(const char *folder, const char *name)
     return NULL;
 }
 
+/* Where huggingface_hub would look, in its own order. */
+static json_t *hub(void *self)
+{
+    const char *cache = getenv("HF_HUB_CACHE"), *home = getenv("HF_HOME"), *user = getenv("HOME"), *token = getenv("HF_TOKEN");
+    const char *endpoint = getenv("HF_ENDPOINT"), *offline = getenv("HF_HUB_OFFLINE");
+    char folder[4096], file[4096], line[512] = "";
+    (void)self;
+    if (home) snprintf(folder, sizeof folder, "%s", home);
+    else snprintf(folder, sizeof folder, "%s/.cache/huggingface", user ? user : ".");
+    snprintf(file, sizeof file, "%.4000s/token", folder);
+    FILE *f = token ? NULL : fopen(file, "re");
+    if (f && fgets(line, sizeof line, f)) {
+        line[strcspn(line, " \r\n")] = 0;
+        token = *line ? line : NULL;
+    }
+    if (f) fclose(f);
+    snprintf(file, sizeof file, "%.4000s/hub", folder);
+    return json_pack("{s:s, s:s*, s:s*, s:b}", "cache", cache ? cache : file, "endpoint", endpoint, "token", token, "offline",
+                     offline && *offline && strcmp(offline, "0") != 0);
+}
+
 static ql_status run_all(ql_magics *m, int argc, char **argv)
 {
     ql_status st = QL_OK;
@@ -155,7 +176,7 @@ int main(int argc, char **argv)
     char *engine = beside(self, "qlora-engine"), *bundled = beside(self, "notebooks");
     const char *given = getenv("QLORA_ENGINE"), *runs = getenv("QLORA_RUNS"),
                *folder = getenv("QLORA_BUNDLED");
-    ql_host host = {.show = show, .print = print, .interrupts = interrupts};
+    ql_host host = {.show = show, .print = print, .interrupts = interrupts, .hub = hub};
     ql_magics_options o = {.engine = given ? given : engine,
                            .runs = runs,
                            .bundled = folder ? folder : bundled,

@@ -102,13 +102,14 @@ ql_status ql_verb_load(ql_magics *m, const ql_call *call, json_t **out)
 {
     ql_job *job = NULL;
     json_t *report = NULL;
-    char *path = ql_session_bundled(m, call->args[0]);
-    ql_status st = path ? ql_job_copy(m->job, &job) : ql_fail(QL_ENOMEM, "out of memory");
+    char *path = NULL;
+    ql_status st = QL_OK;
     json_t *value = NULL;
-    QL_GO(st);
+    QL_TRY(ql_job_copy(m->job, &job));
+    QL_GO(ql_call_apply(call, job));
+    QL_GO(ql_session_fetch(m, QL_FETCH_MODEL, call->args[0], ql_job_str(job, "revision"), &path));
     value = ql_text_json(path, strlen(path));
     QL_GO(ql_job_set(job, "model", value));
-    QL_GO(ql_call_apply(call, job));
     QL_GO(ql_model_report(job, &report));
     if (!json_object_get(report, "name"))
         json_object_set_new(report, "name", ql_text_json(call->args[0], strlen(call->args[0])));
@@ -259,10 +260,11 @@ static ql_status data_source(ql_magics *m, const char *name, char **path)
     if (m->host.variable && identifier(name))
         QL_TRY(m->host.variable(m->host.self, name, m->runs, &found));
     const char *file = ql_jstr(found, "path", NULL);
-    *path = file ? strdup(file) : ql_session_bundled(m, name);
+    ql_status st = QL_OK;
+    if (!file) st = ql_session_fetch(m, QL_FETCH_DATA, name, NULL, path);
+    else if (!(*path = strdup(file))) st = ql_fail(QL_ENOMEM, "out of memory");
     json_decref(found);
-    if (!*path) QL_FAIL(QL_ENOMEM, "out of memory");
-    return QL_OK;
+    return st;
 }
 
 ql_status ql_verb_data(ql_magics *m, const ql_call *call, json_t **out)

@@ -152,6 +152,14 @@ def _write_rows(name, rows, folder):
     return {"path": str(path), "rows": n}
 
 
+def _hub_home():
+    return _os.environ.get("HF_HOME") or _os.path.expanduser("~/.cache/huggingface")
+
+
+def _hub_cache():
+    return _os.environ.get("HF_HUB_CACHE") or _os.path.join(_hub_home(), "hub")
+
+
 class _Host:
     """What the C side asks of Python; called on the cell's own thread only."""
 
@@ -193,6 +201,23 @@ class _Host:
                 return _json.dumps(_write_rows(name, rows, folder)) if rows is not None else None
         return None
 
+    def hub(self):
+        """How to reach the hub. The token: HF_TOKEN, then the file that `hf auth login` writes, then Kaggle's secrets."""
+        env, home = _os.environ, _hub_home()
+        token = env.get("HF_TOKEN") or env.get("HUGGING_FACE_HUB_TOKEN")
+        try:
+            token = token or (_Path(home) / "token").read_text().strip()
+        except OSError:
+            pass
+        if not token and env.get("KAGGLE_KERNEL_RUN_TYPE"):
+            try:
+                from kaggle_secrets import UserSecretsClient
+                token = UserSecretsClient().get_secret("HF_TOKEN")
+            except Exception:  # none is attached to this notebook: public models need none
+                pass
+        return _json.dumps({"cache": _hub_cache(), "endpoint": env.get("HF_ENDPOINT"),
+                            "token": token or None, "offline": env.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")})
+
     def libraries(self):
         from importlib import metadata
         found = {"Python": ".".join(map(str, _sys.version_info[:3]))}
@@ -214,13 +239,12 @@ def _first(*paths):
 def _open():
     """Follow is 0: outputs that change in place, 1: plain lines, 2: both (a notebook run in batch keeps stdout alone)."""
     here, env = _Path(__file__).resolve().parent, _os.environ
-    hub = env.get("HF_HUB_CACHE") or _os.path.join(env.get("HF_HOME") or _os.path.expanduser("~/.cache/huggingface"), "hub")
     follow = 1
     if _host.ip is not None and "Terminal" not in type(_host.ip).__name__:
         follow = 2 if env.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch" else 0
     engine = env.get("QLORA_ENGINE") or _first(here / "bin" / "qlora-engine", here.parents[1] / "qlora-engine")
     bundled = env.get("QLORA_BUNDLED") or _first(here / "bundled", here.parents[2] / "notebooks")
-    _core.open(_host, engine, env.get("QLORA_RUNS"), bundled, hub, follow)
+    _core.open(_host, engine, env.get("QLORA_RUNS"), bundled, _hub_cache(), follow)
 
 
 def _word(v):
