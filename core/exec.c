@@ -180,24 +180,6 @@ static ql_status do_forward(ql_rank *r, const ql_action *a, int flight)
     return ql_layer_forward(&l, &act, ql_mem_h(r->mem, flight, a->layer + 1));
 }
 
-static ql_status do_recompute(ql_rank *r, const ql_action *a, int flight)
-{
-    ql_layer l;
-    QL_TRY(ql_exec_layer(r, &r->micro[flight], a->layer, a->slot, &l));
-    ql_act act = act_of(r, flight, a->layer);
-    return ql_layer_recompute(&l, &act, (ql_keep)r->spec->choice.keep[a->layer]);
-}
-
-static ql_status do_backward(ql_rank *r, const ql_action *a, int flight)
-{
-    ql_layer l;
-    ql_work w = work_of(r, flight);
-    QL_TRY(ql_exec_layer(r, &r->micro[flight], a->layer, a->slot, &l));
-    l.work = &w;
-    ql_act act = act_of(r, flight, a->layer);
-    return ql_layer_backward(&l, &act, r->mem->grad[r->stack - 1]);
-}
-
 /* h[layer] between device and host, on the side stream. */
 static ql_status do_move(ql_rank *r, const ql_action *a, int flight)
 {
@@ -217,8 +199,33 @@ static ql_status do_move(ql_rank *r, const ql_action *a, int flight)
         return dev->record(r->side, r->saved[a->layer & 1]);
     }
     QL_TRY(dev->copy(r->side, h.data, host, bytes));
-    QL_TRY(dev->record(r->side, r->ready));
-    return dev->wait(r->compute, r->ready);
+    return dev->record(r->side, r->loaded[a->layer & 1]);
+}
+
+/* A layer input that rested on the host must have arrived. */
+static ql_status input_here(ql_rank *r, int64_t layer)
+{
+    return saves(r, layer) ? dev_of(r)->wait(r->compute, r->loaded[layer & 1]) : QL_OK;
+}
+
+static ql_status do_recompute(ql_rank *r, const ql_action *a, int flight)
+{
+    ql_layer l;
+    QL_TRY(ql_exec_layer(r, &r->micro[flight], a->layer, a->slot, &l));
+    QL_TRY(input_here(r, a->layer));
+    ql_act act = act_of(r, flight, a->layer);
+    return ql_layer_recompute(&l, &act, (ql_keep)r->spec->choice.keep[a->layer]);
+}
+
+static ql_status do_backward(ql_rank *r, const ql_action *a, int flight)
+{
+    ql_layer l;
+    ql_work w = work_of(r, flight);
+    QL_TRY(ql_exec_layer(r, &r->micro[flight], a->layer, a->slot, &l));
+    l.work = &w;
+    QL_TRY(input_here(r, a->layer));
+    ql_act act = act_of(r, flight, a->layer);
+    return ql_layer_backward(&l, &act, r->mem->grad[r->stack - 1]);
 }
 
 ql_status ql_exec_gather(ql_rank *r, int64_t layer, int slot)

@@ -115,11 +115,16 @@ static void forward(builder *b, int mb, int layer, int next)
     if (mb >= 0 && b->c->train && b->c->save[layer] && layer >= b->c->first) add(b, QL_DO_SAVE, mb, layer, -1);
 }
 
+static void load(builder *b, int mb, int layer)
+{
+    if (layer >= b->c->first && b->c->save[layer]) add(b, QL_DO_LOAD, mb, layer, -1);
+}
+
 static void backward(builder *b, int mb, int layer, int next)
 {
     int slot = need(b, layer, next);
     if (mb >= 0) {
-        if (b->c->save[layer]) add(b, QL_DO_LOAD, mb, layer, -1);
+        load(b, mb, layer - 1); /* while this layer computes */
         if (b->c->keep[layer] != QL_KEEP_ALL) add(b, QL_DO_R, mb, layer, slot);
         add(b, QL_DO_B, mb, layer, b->c->keep[layer] != QL_KEEP_ALL ? -1 : slot);
     }
@@ -186,7 +191,10 @@ static void pass(builder *b, int lo, int hi, int more)
     for (int l = 0; l <= top; l++)
         for (int i = 0; i < n; i++)
             forward(b, hi > lo ? lo + i : -1, l, i + 1 < n ? l : l < top ? l + 1 : c->train ? l : more ? 0 : l);
-    for (int mb = lo; mb < hi; mb++) add(b, QL_DO_HEAD, mb, -1, -1);
+    for (int mb = lo; mb < hi; mb++) {
+        if (c->train) load(b, mb, top);
+        add(b, QL_DO_HEAD, mb, -1, -1);
+    }
     for (int l = top; c->train && l >= c->first; l--)
         for (int i = 0; i < n; i++)
             backward(b, hi > lo ? lo + i : -1, l, i + 1 < n ? l : l > c->first ? l - 1 : more ? 0 : l);

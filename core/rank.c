@@ -23,6 +23,7 @@ static ql_status open_events(ql_rank *r)
     for (int i = 0; i < 2; i++) {
         QL_TRY(dev->event_open(r->dev, &r->saved[i]));
         QL_TRY(dev->record(r->side, r->saved[i]));
+        QL_TRY(dev->event_open(r->dev, &r->loaded[i]));
     }
     for (int i = 0; i < QL_AHEAD; i++) {
         QL_TRY(dev->event_open(r->dev, &r->pace[i]));
@@ -143,8 +144,10 @@ void ql_rank_close(ql_rank *r)
         if (r->slot_full[i]) dev->event_close(r->slot_full[i]);
         if (r->slot_free[i]) dev->event_close(r->slot_free[i]);
     }
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < 2; i++) {
         if (r->saved[i]) dev->event_close(r->saved[i]);
+        if (r->loaded[i]) dev->event_close(r->loaded[i]);
+    }
     for (int i = 0; i < QL_AHEAD; i++)
         if (r->pace[i]) dev->event_close(r->pace[i]);
     if (r->ready) dev->event_close(r->ready);

@@ -52,7 +52,7 @@ typedef struct ql_rank {
     ql_mem *mem;
     ql_arena arena;
     ql_event *slot_full[QL_GATHER_SLOTS], *slot_free[QL_GATHER_SLOTS];
-    ql_event *saved[2], *staged, *ready, *pace[QL_AHEAD];
+    ql_event *saved[2], *loaded[2], *staged, *ready, *pace[QL_AHEAD];
     char *host_h;                              /* saved activations, pinned */
     char *host_state;                          /* offloaded optimizer states, pinned */
     int64_t host_h_bytes, host_state_bytes;
