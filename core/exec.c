@@ -33,8 +33,8 @@ static void stage_rows(const ql_rank *r, char *to, const ql_batch *b)
     }
 }
 
-/* Rows that have a target, and those targets, padded with −1 and −100 to a multiple of 64, at least 64. */
-static int64_t stage_targets(const ql_batch *b, int32_t *index, int32_t *target)
+/* Rows that have a target, and those targets, padded with −1 and −100 and rounded up, never none. */
+static int64_t stage_targets(const ql_batch *b, int64_t round, int32_t *index, int32_t *target)
 {
     int64_t n = 0;
     for (int64_t t = 0; t < b->T; t++) {
@@ -42,7 +42,7 @@ static int64_t stage_targets(const ql_batch *b, int32_t *index, int32_t *target)
         index[n] = (int32_t)t;
         target[n++] = b->target[t];
     }
-    int64_t end = ql_max64(64, ql_round_up(n, 64));
+    int64_t end = ql_max64(round, ql_round_up(n, round));
     for (int64_t i = n; i < end; i++) index[i] = -1, target[i] = -100;
     return end;
 }
@@ -50,7 +50,7 @@ static int64_t stage_targets(const ql_batch *b, int32_t *index, int32_t *target)
 static ql_status batch_fits(const ql_rank *r, const ql_batch *b)
 {
     const ql_spec *s = r->spec;
-    if (b->T > s->rows || b->T % 64)
+    if (b->T > s->rows || b->T % s->round)
         QL_FAIL(QL_EINTERNAL, "a micro-batch of %lld tokens; memory was taken for %lld", (long long)b->T, (long long)s->rows);
     if (b->docs > s->docs)
         QL_FAIL(QL_EINTERNAL, "a micro-batch of %lld documents; memory was taken for %lld", (long long)b->docs, (long long)s->docs);
@@ -72,7 +72,7 @@ ql_status ql_exec_batch(ql_rank *r, int flight, const ql_batch *b, int train, ui
     QL_TRY(batch_fits(r, b));
     /* The block was last read by the copies of the batch before: wait for them before writing over it. */
     QL_TRY(await(r, r->staged));
-    int64_t n = stage_targets(b, (int32_t *)(void *)(st->host + st->at_index), (int32_t *)(void *)(st->host + st->at_target));
+    int64_t n = stage_targets(b, r->spec->round, (int32_t *)(void *)(st->host + st->at_index), (int32_t *)(void *)(st->host + st->at_target));
     memcpy(st->host + st->at_token, b->token, (size_t)b->T * 8);
     memcpy(st->host + st->at_pos, b->position, (size_t)b->T * 4);
     memcpy(st->host + st->at_start, b->doc_start, (size_t)b->docs * 4);
@@ -105,7 +105,7 @@ static ql_status do_batch(ql_rank *r, const ql_action *a, const ql_step_data *d,
 {
     int64_t at = (d->first + a->mb) * d->batch, n = ql_min64(d->batch, d->n - at);
     int64_t first_row = (int64_t)a->mb * d->batch;
-    QL_TRY(ql_batch_fill(&r->batch, d->data, d->order + at, n, first_row, d->pad_id, 64));
+    QL_TRY(ql_batch_fill(&r->batch, d->data, d->order + at, n, first_row, d->pad_id, r->spec->round));
     return ql_exec_batch(r, flight, &r->batch, r->spec->choice.train && d->step > 0, d->step);
 }
 

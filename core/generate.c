@@ -79,7 +79,7 @@ static ql_status forward(gen *g, const int32_t *ids, int64_t n, int64_t at)
     ql_rank *r = g->r;
     ql_mem *m = r->mem;
     const ql_dev_table *dev = r->set.be->dev;
-    int64_t t = ql_round_up(n, 64), layers = r->spec->choice.layers;
+    int64_t t = ql_round_up(n, r->spec->round), layers = r->spec->choice.layers;
     int32_t *buf = calloc((size_t)t * 4 + 8, sizeof *buf), *pos = buf + t, *slot = buf + 2 * t, *target = buf + 3 * t;
     int64_t *token = calloc((size_t)t, sizeof *token);
     int32_t start = 0, len = (int32_t)n, last = (int32_t)(n - 1), kstart = 0, klen = (int32_t)(at + n);

@@ -33,7 +33,7 @@ typedef struct {
     ql_dtype res;       /* of the residual stream: dtype or F32 */
     float drop;         /* lora_dropout; 0 in eval */
     uint64_t seed;
-    int64_t rows;       /* the longest micro-batch, a multiple of 64 */
+    int64_t rows;       /* the longest micro-batch */
     int mixed_ranks;    /* ranks differ between layers: unused adapter columns are cleared for each layer */
     int64_t first;      /* lowest layer with an adapter: nothing below it has a backward */
 } ql_shape;
@@ -50,13 +50,13 @@ typedef struct {
 
 /* One micro-batch on the device. Rows [T real …) are padding: in no document, without target. */
 typedef struct {
-    int64_t rows;                     /* T, a multiple of 64 */
+    int64_t rows;                     /* T, rounded up (ql_spec.round) */
     int padded;                       /* some row is in no document */
     ql_tensor pos;                    /* (1, T) I32: position in the document */
     const int64_t *token;             /* (T): row of the sample in the step · 2³² + position, for dropout */
     int64_t docs, longest;
     const int32_t *start, *len;       /* (docs) */
-    ql_tensor index, target;          /* (1, n) I32: rows that have a target, padded with −1 / −100 to a multiple of 64 */
+    ql_tensor index, target;          /* (1, n) I32: rows that have a target, padded with −1 / −100 and rounded up */
     int64_t targets;                  /* real ones */
     uint32_t step;                    /* optimizer step, for dropout */
     int train;                        /* dropout on */

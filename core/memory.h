@@ -15,7 +15,8 @@ typedef struct {
     ql_dtype dtype, res;       /* compute; residual stream */
     double dropout, smoothing;
     uint64_t seed;
-    int64_t rows;              /* tokens of the longest micro-batch, a multiple of 64 */
+    int64_t round;             /* token counts round up to this: 64 on a GPU, so that shapes are few and fit its tiles; 16 on a CPU */
+    int64_t rows;              /* tokens of the longest micro-batch, a multiple of it */
     int64_t docs;              /* most documents in a micro-batch */
     int64_t head_chunk;
     int64_t steps;             /* entries of the learning-rate table */

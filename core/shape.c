@@ -40,7 +40,7 @@ ql_status ql_shape_init(ql_shape *s, const ql_config *cfg, const ql_lora *lora, 
     memset(s, 0, sizeof *s);
     if (cfg->head_dim > 128 || cfg->head_dim % 8)
         QL_FAIL(QL_ENOSUP, "head size %lld: attention takes multiples of 8 up to 128", (long long)cfg->head_dim);
-    if (rows <= 0 || rows % 64) QL_FAIL(QL_EINTERNAL, "micro-batch rows %lld: not a multiple of 64", (long long)rows);
+    if (rows <= 0) QL_FAIL(QL_EINTERNAL, "micro-batch of %lld rows", (long long)rows);
     s->cfg = cfg, s->lora = lora, s->dtype = dtype, s->res = res;
     s->drop = (float)dropout, s->seed = seed, s->rows = rows;
     for (int g = 0; g < QL_GROUPS; g++) group_init(s, (ql_group)g);

@@ -18,14 +18,14 @@ void ql_task_close(ql_task *t)
     free(t);
 }
 
-void ql_task_batch_bounds(const ql_dataset *d, int64_t batch, int64_t *rows, int64_t *docs)
+void ql_task_batch_bounds(const ql_dataset *d, int64_t batch, int64_t round, int64_t *rows, int64_t *docs)
 {
     int64_t parts = 1, length = 1, n = ql_dataset_size(d), b = ql_min64(batch, n);
     for (int64_t i = 0; i < n; i++) {
         parts = ql_max64(parts, ql_dataset_parts(d, i));
         length = ql_max64(length, ql_dataset_length(d, i));
     }
-    *rows = ql_max64(*rows, ql_dataset_packed(d) ? ql_round_up(b * length, 64) : b * ql_round_up(length, 64));
+    *rows = ql_max64(*rows, ql_dataset_packed(d) ? ql_round_up(b * length, round) : b * ql_round_up(length, round));
     *docs = ql_max64(*docs, b * parts);
 }
 
@@ -65,11 +65,12 @@ static ql_status open_data(ql_task *t, const ql_task_inputs *in)
     ql_spec *s = &t->spec;
     if (in->train) QL_TRY(ql_dataset_open(in->train, pack ? kind : QL_PACK_NONE, a->max_length, &t->train));
     if (in->eval) QL_TRY(ql_dataset_open(in->eval, eval_pack ? kind : QL_PACK_NONE, a->max_length, &t->eval));
+    s->round = in->place.arch ? 64 : 16;
     s->rows = 64, s->docs = 1;
-    if (t->train) ql_task_batch_bounds(t->train, a->batch, &s->rows, &s->docs);
-    if (t->eval) ql_task_batch_bounds(t->eval, a->eval_batch, &s->rows, &s->docs);
+    if (t->train) ql_task_batch_bounds(t->train, a->batch, s->round, &s->rows, &s->docs);
+    if (t->eval) ql_task_batch_bounds(t->eval, a->eval_batch, s->round, &s->rows, &s->docs);
     if (!t->train && !t->eval) {
-        s->rows = a->batch * ql_round_up(a->max_length, 64);
+        s->rows = a->batch * ql_round_up(a->max_length, s->round);
         s->docs = pack ? DOCS_WITHOUT_DATA * a->batch : a->batch;
     }
     s->docs = ql_round_up(s->docs, 16);
@@ -168,6 +169,6 @@ int ql_task_same_place(const ql_task *a, const ql_task *b)
 {
     const ql_spec *x = &a->spec, *y = &b->spec;
     return ql_task_same_model(a, b) && x->dropout == y->dropout && x->smoothing == y->smoothing && x->seed == y->seed &&
-           x->rows == y->rows && x->docs == y->docs && x->head_chunk == y->head_chunk && x->steps == y->steps && x->state == y->state &&
+           x->rows == y->rows && x->round == y->round && x->docs == y->docs && x->head_chunk == y->head_chunk && x->steps == y->steps && x->state == y->state &&
            x->state_host == y->state_host && memcmp(&x->choice, &y->choice, sizeof x->choice) == 0;
 }

@@ -68,7 +68,7 @@ static ql_status make_spec(gold *g)
     memset(s, 0, sizeof *s);
     s->model = g->model, s->lora = g->lora;
     s->dtype = s->res = QL_F32;
-    s->rows = 192 /* more than any batch needs */, s->docs = 8, s->head_chunk = 64, s->steps = 20;
+    s->round = 64, s->rows = 192 /* more than any batch needs */, s->docs = 8, s->head_chunk = 64, s->steps = 20;
     s->quant = (ql_quant){g->quantise, json_is_true(json_object_get(g->info, "double_quant")), 0};
     s->state = QL_ADAM_F32;
     ql_choice *c = &s->choice;
