@@ -98,7 +98,7 @@ static inline ql_status exact_data(char path[QL_PATH_MAX])
         int n = 5 + d * 37 % 58;
         for (int i = 0; i < n; i++) {
             x = x * 1664525 + 1013904223;
-            ids[i] = (int32_t)(3 + (x >> 8) % 300);
+            ids[i] = (int32_t)(3 + (x >> 8) % 250);
             trained[i] = (uint8_t)(d != 7 && i >= n / 3);
         }
         QL_TRY(ql_dataset_add(w, ids, trained, (size_t)n));
