@@ -71,6 +71,17 @@ bool ql_hub_is_repo(const char *repo)
     return slashes == 1;
 }
 
+bool ql_hub_name(const char *path, char *repo, size_t size)
+{
+    const char *at = NULL, *p = path, *cut;
+    for (; *p; p++)
+        if (strncmp(p, "models--", 8) == 0 || strncmp(p, "datasets--", 10) == 0) at = strstr(p, "--") + 2;
+    const char *end = at ? strstr(at, "/snapshots/") : NULL;
+    if (!end || !(cut = strstr(at, "--")) || cut > end) return false;
+    int n = snprintf(repo, size, "%.*s/%.*s", (int)(cut - at), at, (int)(end - cut - 2), cut + 2);
+    return n > 0 && (size_t)n < size && ql_hub_is_repo(repo);
+}
+
 static bool is_hex(const char *s, size_t n)
 {
     return s && strlen(s) == n && strspn(s, "0123456789abcdef") == n;
@@ -208,12 +219,19 @@ static ql_status refused(const hub *h, long status)
             h->repo, status, h->endpoint, site(h), h->repo, h->endpoint);
 }
 
-static void pause_before(const hub *h, int attempt, long retry_after)
+/* Before the next try. A stop is heard while waiting. */
+static ql_status pause_before(const hub *h, int attempt, long retry_after)
 {
     int64_t ms = (int64_t)(h->o->wait_ms > 0 ? h->o->wait_ms : 1000) << (attempt < 5 ? attempt : 5);
     if (retry_after >= 0) ms = ql_min64(retry_after, 60) * 1000;
-    struct timespec t = {ms / 1000, ms % 1000 * 1000000};
-    nanosleep(&t, NULL);
+    for (int64_t at = 0; at < ms; at += 100) {
+        int64_t left = ql_min64(100, ms - at);
+        struct timespec t = {0, left * 1000000};
+        nanosleep(&t, NULL);
+        if (h->o->progress && h->o->progress(h->o->user, h->repo, h->done, h->total))
+            QL_FAIL(QL_ESTOP, "the download of %s was stopped; the next one goes on from there", h->repo);
+    }
+    return QL_OK;
 }
 
 /* Asks until there is an answer that trying again would not change. A try that brought bytes is no failure. */
@@ -253,7 +271,7 @@ static ql_status fetch(hub *h, const char *url, answer *a)
                     status == 429 ? ": too many requests; a token raises the limit" : "");
         }
         if (a->text) ql_str_clear(a->text);
-        pause_before(h, failed > 0 ? failed - 1 : 0, a->retry_after);
+        QL_TRY(pause_before(h, failed > 0 ? failed - 1 : 0, a->retry_after));
     }
 }
 
@@ -420,6 +438,10 @@ static ql_status get_all(hub *h, const char *const *patterns, size_t n)
         if (w.size > INT64_MAX / 2 - h->total) QL_FAIL(QL_EIO, "%s: impossible sizes", h->repo);
         h->total += w.size;
     }
+    if (!found && h->o->kind == QL_HUB_DATASET)
+        QL_FAIL(QL_EINVAL, "%s: none of its %zu files is JSON, JSON lines, CSV or text. Other formats come through Python: "
+                           "ds = datasets.load_dataset(\"%s\", split=\"train\"), then `data ds`",
+                h->repo, json_array_size(list), h->repo);
     if (!found) QL_FAIL(QL_EINVAL, "%s: none of its %zu files is wanted here", h->repo, json_array_size(list));
     json_array_foreach(list, i, j)
     {

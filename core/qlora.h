@@ -82,10 +82,12 @@ typedef struct {
 } ql_hub_access;
 typedef enum { QL_FETCH_MODEL, QL_FETCH_DATA } ql_fetch_what;
 
-/* Whether a name could be one on the hub: "organisation/name". */
+/* Whether a name could be one on the hub: "organisation/name", or a folder of its cache that may be gone. */
 int ql_fetch_named(const char *name);
-/* Its files that the engine reads, in the cache; *folder: where, free(). revision NULL: main. */
-ql_status ql_fetch(const ql_hub_access *hub, ql_fetch_what what, const char *name, const char *revision, char **folder);
+/* Its files that the engine reads, in the cache; *folder: where, free(). revision NULL: main; a folder of the cache: its own commit.
+ * files: a pattern or a list of them, NULL or null: all that the engine reads. What is there is not fetched again. */
+ql_status ql_fetch(const ql_hub_access *hub, ql_fetch_what what, const char *name, const char *revision, const json_t *files,
+                   char **folder);
 
 /* ---- run folders ----------------------------------------------------------------------------------- */
 

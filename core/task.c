@@ -1,5 +1,6 @@
 #include "core/task.h"
 
+#include "core/hub.h"
 #include "core/lora.h"
 
 #include <stdlib.h>
@@ -38,6 +39,10 @@ static ql_status open_adapters(ql_task *t, const ql_task_inputs *in)
     ql_status st = ql_lora_config_parse(o, "config", &cfg);
     json_decref(o);
     if (st != QL_OK) return st;
+    /* What PEFT's AutoPeftModel looks for: the hub's name where the folder is a download, else the folder. */
+    char name[256];
+    free(cfg.base);
+    cfg.base = strdup(ql_hub_name(t->args.model, name, sizeof name) ? name : t->args.model);
     return ql_lora_build(&t->model->cfg, &cfg, &t->lora);
 }
 

@@ -63,7 +63,8 @@ static int on_disk(const char *name)
     return stat(name, &s) == 0;
 }
 
-ql_status ql_session_fetch(ql_magics *m, ql_fetch_what what, const char *name, const char *revision, char **path)
+ql_status ql_session_fetch(ql_magics *m, ql_fetch_what what, const char *name, const char *revision, const json_t *files,
+                           char **path)
 {
     char *bundled = ql_session_bundled(m, name);
     if (!bundled) QL_FAIL(QL_ENOMEM, "out of memory");
@@ -77,7 +78,7 @@ ql_status ql_session_fetch(ql_magics *m, ql_fetch_what what, const char *name, c
     ql_hub_access hub = {.cache = ql_jstr(access, "cache", NULL), .endpoint = ql_jstr(access, "endpoint", NULL),
                          .token = ql_jstr(access, "token", NULL), .offline = json_is_true(json_object_get(access, "offline")),
                          .progress = on_progress, .user = &f};
-    ql_status st = ql_fetch(&hub, what, name, revision, path);
+    ql_status st = ql_fetch(&hub, what, name, revision, files, path);
     json_decref(access);
     if (f.live) {
         ql_status shown = ql_live_finish(f.live, st == QL_OK ? "downloaded" : st == QL_ESTOP ? "stopped" : "failed", NULL);

@@ -210,6 +210,25 @@ json_t *ql_read_json_file(const char *path)
     return v;
 }
 
+/* What came from the hub and is not on this machine (any more) is fetched again, as the same commit. */
+static ql_status relocate(ql_magics *m, ql_job *job, const char *setting, ql_fetch_what what)
+{
+    const char *was = ql_job_str(job, setting), *in = was ? strstr(was, "/snapshots/") : NULL;
+    const json_t *files = what == QL_FETCH_DATA ? ql_job_get(job, "data_files") : NULL;
+    char *folder = NULL, *path = NULL;
+    if (!in || exists(was) || !ql_fetch_named(was)) return QL_OK;
+    in += strlen("/snapshots/");
+    in += strcspn(in, "/"); /* a file in the folder */
+    QL_TRY(ql_session_fetch(m, what, was, NULL, files, &folder));
+    ql_status st = asprintf(&path, "%s%s", folder, in) < 0 ? ql_fail(QL_ENOMEM, "out of memory") : QL_OK;
+    json_t *v = st == QL_OK ? ql_text_json(path, strlen(path)) : NULL;
+    if (st == QL_OK) st = ql_job_set(job, setting, v);
+    if (st == QL_OK) free(path);
+    json_decref(v);
+    free(folder);
+    return st;
+}
+
 /* The job that a run was started with, from its folder; the notebook's own where none is stored. */
 ql_status ql_session_run_job(ql_magics *m, const char *path, ql_job **job)
 {
@@ -222,6 +241,12 @@ ql_status ql_session_run_job(ql_magics *m, const char *path, ql_job **job)
     ql_status st = ql_job_from_json(v, job);
     if (st != QL_OK) ql_error_prefix("%s: ", file);
     json_decref(v);
+    QL_TRY(st);
+    st = relocate(m, *job, "model", QL_FETCH_MODEL);
+    if (st == QL_OK) st = relocate(m, *job, "data", QL_FETCH_DATA);
+    if (st == QL_OK) return QL_OK;
+    ql_job_free(*job);
+    *job = NULL;
     return st;
 }
 

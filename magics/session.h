@@ -40,7 +40,8 @@ ql_status ql_session_adapter(ql_magics *m, const char *run, json_t **adapter);
 /* A bundled name → its folder, else the text itself. Frees with free(). */
 char *ql_session_bundled(const ql_magics *m, const char *name);
 /* The same; a name on the hub is fetched first, with a bar where there is something to fetch, and is its folder in the cache. */
-ql_status ql_session_fetch(ql_magics *m, ql_fetch_what what, const char *name, const char *revision, char **path);
+ql_status ql_session_fetch(ql_magics *m, ql_fetch_what what, const char *name, const char *revision, const json_t *files,
+                           char **path);
 json_t *ql_read_json_file(const char *path); /* NULL and an error text */
 
 ql_status ql_verb_info(ql_magics *m, const ql_call *call, json_t **out);

@@ -97,10 +97,6 @@ ql_status ql_verb_memory(ql_magics *m, const ql_call *call, json_t **out)
         st = ql_result("memory", "qlora memory", json_incref(report), json_incref(bundle), out);
         goto out;
     }
-    if (!ql_client_running(m->client))
-        QL_FAIL(
-            QL_EINVAL,
-            "nothing is on a device yet: weights go there at the first train, eval or generate");
     cmd = json_pack("{s:s}", "cmd", "memory");
     QL_GO(ask(m, cmd, "memory", &result, &record));
     const json_t *events = json_object_get(record, "memory");

@@ -107,7 +107,7 @@ ql_status ql_verb_load(ql_magics *m, const ql_call *call, json_t **out)
     json_t *value = NULL;
     QL_TRY(ql_job_copy(m->job, &job));
     QL_GO(ql_call_apply(call, job));
-    QL_GO(ql_session_fetch(m, QL_FETCH_MODEL, call->args[0], ql_job_str(job, "revision"), &path));
+    QL_GO(ql_session_fetch(m, QL_FETCH_MODEL, call->args[0], ql_job_str(job, "revision"), NULL, &path));
     value = ql_text_json(path, strlen(path));
     QL_GO(ql_job_set(job, "model", value));
     QL_GO(ql_model_report(job, &report));
@@ -254,14 +254,14 @@ static ql_status bundled_data(ql_job *job, char **path)
 }
 
 /* A notebook's variable wins over a file of the same name: it is what the person has in mind. */
-static ql_status data_source(ql_magics *m, const char *name, char **path)
+static ql_status data_source(ql_magics *m, const char *name, const ql_job *job, char **path)
 {
     json_t *found = NULL;
     if (m->host.variable && identifier(name))
         QL_TRY(m->host.variable(m->host.self, name, m->runs, &found));
     const char *file = ql_jstr(found, "path", NULL);
     ql_status st = QL_OK;
-    if (!file) st = ql_session_fetch(m, QL_FETCH_DATA, name, NULL, path);
+    if (!file) st = ql_session_fetch(m, QL_FETCH_DATA, name, NULL, ql_job_get(job, "data_files"), path);
     else if (!(*path = strdup(file))) st = ql_fail(QL_ENOMEM, "out of memory");
     json_decref(found);
     return st;
@@ -274,13 +274,13 @@ ql_status ql_verb_data(ql_magics *m, const ql_call *call, json_t **out)
     json_t *value = NULL, *report = NULL;
     ql_status st = QL_OK;
     QL_TRY(ql_job_copy(m->job, &job));
+    QL_GO(ql_call_apply(call, job)); /* first: data_files says what is fetched */
     if (call->n_args > 0) {
-        QL_GO(data_source(m, call->args[0], &path));
+        QL_GO(data_source(m, call->args[0], job, &path));
         if (strcmp(path, call->args[0]) != 0) QL_GO(bundled_data(job, &path));
         value = ql_text_json(path, strlen(path));
         QL_GO(ql_job_set(job, "data", value));
     }
-    QL_GO(ql_call_apply(call, job));
     if (!ql_job_str(job, "data"))
         QL_GO(ql_fail(QL_EINVAL, "no data yet: %%qlora data FILE, or a variable's name"));
     QL_GO(ql_session_need_model(m));

@@ -213,6 +213,13 @@ TEST(fast_hash)
 TEST(names_are_checked)
 {
     CHECK(ql_hub_is_repo("org/name-1.5_x"));
+    char name[64];
+    CHECK(ql_hub_name("/c/hub/models--org--a--b/snapshots/0123", name, sizeof name));
+    CHECK_STR(name, "org/a--b");
+    CHECK(ql_hub_name("datasets--o--d/snapshots/1/x.jsonl", name, sizeof name));
+    CHECK_STR(name, "o/d");
+    CHECK(!ql_hub_name("/c/hub/models--org/snapshots/0123", name, sizeof name) && !ql_hub_name("/a/models--o--n", name, sizeof name));
+    CHECK(!ql_hub_name("models--organisation--name/snapshots/1", name, 8) && !ql_hub_name("", name, sizeof name));
     CHECK(!ql_hub_is_repo("name"));
     CHECK(!ql_hub_is_repo("a/b/c"));
     CHECK(!ql_hub_is_repo("../b"));
