@@ -2,7 +2,6 @@
  * a stop takes effect soon. */
 #include "core/rank.h"
 
-#include <limits.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -296,37 +295,42 @@ static ql_status run_action(ql_rank *r, const ql_action *a, const ql_step_data *
 static int collective(const ql_rank *r, const ql_action *a)
 {
     if (r->set.world == 1) return 0;
-    return a->what == QL_DO_REDUCE ||
+    return a->what == QL_DO_REDUCE || a->what == QL_DO_STEP ||
            (a->what == QL_DO_GATHER && r->spec->choice.store[a->layer] == QL_STORE_SHARDED);
 }
 
-/* A stop is only seen between actions. A rank that left at once could leave its peers waiting in a collective: so each says how many
- * collectives it has issued, all go on to the largest of these numbers, and drop the step there. */
-ql_status ql_exec_stop_point(ql_rank *r, int issued, int *until)
+/* A stop is seen between actions, by each rank at another moment; one that left at once could leave its peers in a collective for ever.
+ * So each rank counts the collectives that it has entered, where all can see it. A rank that wants to stop goes on as long as another has
+ * entered more, and leaves when all stand at the same number and want to: a rank counts before it may wait, so whoever is waiting is
+ * ahead of those it waits for, and they come. */
+void ql_exec_enter(ql_rank *r)
+{
+    ql_rank_state *me = &r->set.shared->rank[r->set.rank];
+    __atomic_store_n(&me->entered, me->entered + 1, __ATOMIC_SEQ_CST);
+}
+
+ql_status ql_exec_stop_point(ql_rank *r)
 {
     ql_shared *sh = r->set.shared;
     ql_rank_state *me = &sh->rank[r->set.rank];
     if (sh->abort) QL_FAIL(QL_EPEER, "another rank failed");
-    if (!sh->stop || *until >= 0) return QL_OK;
-    me->action = issued;
-    __atomic_store_n(&me->at_stop, 1, __ATOMIC_RELEASE);
-    *until = issued;
-    for (int k = 0; k < r->set.world; k++) {
-        while (!__atomic_load_n(&sh->rank[k].at_stop, __ATOMIC_ACQUIRE)) {
-            if (sh->abort) QL_FAIL(QL_EPEER, "another rank failed");
-            usleep(500);
+    if (!sh->stop) return QL_OK;
+    __atomic_store_n(&me->at_stop, 1, __ATOMIC_SEQ_CST);
+    for (;;) {
+        int together = 1;
+        for (int k = 0; k < r->set.world; k++) {
+            int waits = __atomic_load_n(&sh->rank[k].at_stop, __ATOMIC_SEQ_CST);
+            int64_t entered = __atomic_load_n(&sh->rank[k].entered, __ATOMIC_SEQ_CST);
+            if (entered > me->entered) {
+                __atomic_store_n(&me->at_stop, 0, __ATOMIC_SEQ_CST);
+                return QL_OK;
+            }
+            together &= waits && entered == me->entered;
         }
-        *until = (int)ql_max64(*until, sh->rank[k].action);
+        if (together) return QL_ESTOP;
+        if (sh->abort) QL_FAIL(QL_EPEER, "another rank failed");
+        usleep(500);
     }
-    return QL_OK;
-}
-
-/* From STEP on nothing is dropped any more: whoever stops now goes on to the end of the step. */
-static void past_stopping(ql_rank *r)
-{
-    ql_rank_state *me = &r->set.shared->rank[r->set.rank];
-    me->action = INT_MAX;
-    __atomic_store_n(&me->at_stop, 1, __ATOMIC_RELEASE);
 }
 
 /* Keeps the host at most QL_AHEAD layers ahead of the device. */
@@ -341,26 +345,23 @@ static ql_status pace(ql_rank *r, const ql_action *a, int *layers_done)
 static ql_status run_plan(ql_rank *r, const ql_plan *p, const ql_step_data *d)
 {
     ql_status st = QL_OK;
-    int until = -1, from = ql_plan_first(&r->spec->choice, r->set.rank), layers_done = 0, issued = 0;
+    int from = ql_plan_first(&r->spec->choice, r->set.rank), layers_done = 0;
     ql_rank_state *me = &r->set.shared->rank[r->set.rank];
     r->stack = 0;
     me->at_stop = 0;
-    for (int i = 0; i < p->count && st == QL_OK; i++) {
+    ql_rank_at(r, d->step > 0 ? QL_AT_STEP : QL_AT_EVAL);
+    for (int i = 0; i < p->count; i++) {
         const ql_action *a = &p->a[i];
-        if (a->what == QL_DO_STEP)
-            past_stopping(r);
-        else
-            QL_TRY(ql_exec_stop_point(r, issued, &until));
-        if (until >= 0 && issued >= until && a->what != QL_DO_STEP) {
-            st = QL_ESTOP;
-            break;
-        }
+        me->doing = *a;
+        /* From STEP on nothing is dropped any more. */
+        if (a->what != QL_DO_STEP && (st = ql_exec_stop_point(r)) != QL_OK) break;
+        if (collective(r, a)) ql_exec_enter(r);
         int flight = a->mb < 0 ? 0 : (a->mb - from) % r->mem->flights;
         QL_TRY(run_action(r, a, d, flight, p->g));
         QL_TRY(pace(r, a, &layers_done));
-        issued += collective(r, a);
         me->beat++;
     }
+    if (st != QL_OK && st != QL_ESTOP) return st;
     QL_TRY(dev_of(r)->sync(r->side));
     QL_TRY(dev_of(r)->sync(r->compute));
     return st;
@@ -415,6 +416,7 @@ ql_status ql_rank_step(ql_rank *r, const ql_plan *p, const ql_step_data *d, ql_s
 ql_status ql_rank_forward(ql_rank *r, const ql_plan *p, const ql_step_data *d, float *losses)
 {
     QL_TRY(run_plan(r, p, d));
+    ql_exec_enter(r);
     return gather_losses(r, p, losses);
 }
 

@@ -29,7 +29,6 @@ typedef struct {
     void *logits_mem;
     float *row;                /* (V) host */
     int *rank_of;              /* (V) host: sorting */
-    int stop_count;
 } gen;
 
 /* ---- sampling --------------------------------------------------------------------------------- */
@@ -84,6 +83,7 @@ static ql_status forward(gen *g, const int32_t *ids, int64_t n, int64_t at)
     int64_t *token = calloc((size_t)t, sizeof *token);
     int32_t start = 0, len = (int32_t)n, last = (int32_t)(n - 1), kstart = 0, klen = (int32_t)(at + n);
     ql_status st = QL_OK;
+    ql_exec_enter(r);
     if (!buf || !token) QL_GO(ql_fail(QL_ENOMEM, "generate: no memory"));
     for (int64_t i = 0; i < t; i++) {
         buf[i] = i < n ? ids[i] : 0;
@@ -160,16 +160,14 @@ static ql_status tokens(gen *g, const ql_ids *prompt, int index, const char *var
     int64_t chunk = g->r->spec->rows, at = 0, vocab = ql_min64(g->r->spec->model->cfg.vocab, ql_tok_size(g->tok));
     ql_str text = {0};
     size_t said = 0;
-    int until = -1;
     ql_status st = QL_OK;
-    for (; at < (int64_t)prompt->len; at += chunk)
+    for (; at < (int64_t)prompt->len; at += chunk) {
+        QL_GO(ql_exec_stop_point(g->r));
         QL_GO(forward(g, prompt->data + at, ql_min64(chunk, (int64_t)prompt->len - at), at));
+    }
     at = (int64_t)prompt->len;
     for (int64_t i = 0; i < g->s.max_new; i++) {
-        /* Ranks stop at the same token: each counts tokens as its collectives. */
-        g->r->set.shared->rank[g->r->set.rank].at_stop &= until >= 0;
-        QL_GO(ql_exec_stop_point(g->r, g->stop_count, &until));
-        if (until >= 0 && g->stop_count >= until) QL_GO(QL_ESTOP);
+        QL_GO(ql_exec_stop_point(g->r));
         int32_t id = draw(g, vocab);
         if (ends(g, id)) break;
         QL_GO(ql_ids_push(out, id));
@@ -179,7 +177,6 @@ static ql_status tokens(gen *g, const ql_ids *prompt, int index, const char *var
         if (n > said) QL_GO(say(g, index, variant, text.data + said, n - said));
         said = n > said ? n : said;
         if (i + 1 < g->s.max_new) QL_GO(forward(g, &id, 1, at++));
-        g->stop_count++;
     }
 out:
     ql_str_free(&text);
@@ -302,6 +299,7 @@ ql_status ql_generate_run(ql_worker *w, const json_t *command, json_t **out)
     QL_GO(st);
     if (!flat) QL_GO(ql_fail(QL_ENOMEM, "generate: no memory"));
     QL_GO(ql_worker_say(w, "generating", ""));
+    ql_rank_at(w->rank, QL_AT_TEXT);
     if (adapter) {
         QL_GO(ql_lora_read(w->task->lora, adapter, flat));
         QL_GO(ql_rank_set_adapters(w->rank, flat));

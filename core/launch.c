@@ -14,6 +14,7 @@
 
 struct ql_ranks {
     int world;
+    pid_t supervisor;
     pid_t pid[QL_MAX_WORLD];
     int fd[QL_MAX_WORLD];
     ql_lines *lines[QL_MAX_WORLD];
@@ -42,6 +43,7 @@ static void rank_main(ql_ranks *all, const ql_launch *l, int rank, int (*body)(q
     ql_rank_process p = {.rank = rank, .world = all->world, .shared = all->shared, .launch = l};
     ql_events_setup out = {.fd = all->fd[rank]};
     prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != all->supervisor) _exit(3); /* it died before that was said */
     signal(SIGINT, SIG_IGN);
     p.setup = (ql_rank_setup){.be = l->be, .device = l->device[rank], .rank = rank, .world = all->world, .shared = all->shared,
                               .comm_shared = all->comm, .comm_bytes = all->comm_bytes, .host_base = all->host,
@@ -119,6 +121,7 @@ ql_status ql_ranks_start(const ql_launch *l, int (*body)(ql_rank_process *p), ql
     if (!r) QL_FAIL(QL_ENOMEM, "no memory for ranks");
     for (int i = 0; i < QL_MAX_WORLD; i++) r->fd[i] = -1;
     r->world = l->task->spec.choice.world;
+    r->supervisor = getpid();
     QL_GO(take_shared(r, l));
     for (int i = 0; i < r->world; i++) QL_GO(start_one(r, l, i, body));
 out:
@@ -154,9 +157,10 @@ void ql_ranks_stop(ql_ranks *r)
         ql_lines_close(r->lines[i]);
         if (r->fd[i] >= 0) close(r->fd[i]); /* end of input: the rank closes its device and leaves */
     }
-    if (reap(r, 1000)) {
+    int failed = r->shared && r->shared->abort; /* then they have had their time */
+    if (reap(r, failed ? 200 : 1000)) {
         if (r->shared) r->shared->abort = 1;
-        if (reap(r, 1000)) {
+        if (failed || reap(r, 1000)) {
             for (int i = 0; i < r->world; i++)
                 if (r->pid[i] > 0) kill(r->pid[i], SIGKILL);
             reap(r, 5000);

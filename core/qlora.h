@@ -127,7 +127,7 @@ ql_status ql_run_report(const char *path, json_t **out);
  *   {"ev":"checkpoint","step":n,"path":…}
  *   {"ev":"token","prompt":i,"variant":"adapter"|"base","text":…}
  *   {"ev":"log","level":"info"|"warning","text":…}
- *   {"ev":"error","id":n,"status":"out of memory","text":…,"rank":n,"step":n}   ends the command
+ *   {"ev":"error","id":n,"status":"out of memory","text":…,"rank":n,"step":n,"action":"B 3 mb 1 of step 7"}   ends the command
  *   {"ev":"stopped","id":n,"step":n,"checkpoint":PATH|null}                     ends the command
  *   {"ev":"done","id":n,"result":{…}}                                           ends the command
  * Results. train: {"run","step","train_loss","train_runtime","tokens_per_second","adapter":PATH,"log_history":[…]}; eval: HF's eval record;

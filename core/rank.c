@@ -2,6 +2,7 @@
 
 #include "kernels/half.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -115,6 +116,7 @@ ql_status ql_rank_open(const ql_rank_setup *set, const ql_spec *spec, ql_rank **
     ql_rank *r = calloc(1, sizeof *r);
     if (!r) QL_FAIL(QL_ENOMEM, "no memory for rank %d", set->rank);
     r->set = *set;
+    ql_rank_at(r, QL_AT_OPENING);
     r->spec = spec;
     const ql_dev_table *dev = dev_of(r);
     QL_GO(dev->open(set->device, &r->dev));
@@ -294,7 +296,9 @@ ql_status ql_rank_load(ql_rank *r)
     ql_rope_inv_freq(&model->cfg, freq);
     QL_GO(dev_of(r)->copy(r->compute, m->freq.data, freq, model->cfg.head_dim / 2 * 4));
     QL_GO(dev_of(r)->sync(r->compute));
+    ql_rank_at(r, QL_AT_LOADING);
     for (int64_t l = 0; l < n; l++) {
+        r->set.shared->rank[r->set.rank].doing = (ql_action){.mb = -1, .layer = (int16_t)l, .slot = -1};
         QL_GO(load_small(r, l));
         QL_GO(load_layer(r, &ld, l));
         r->set.shared->rank[r->set.rank].beat++;
@@ -331,6 +335,27 @@ ql_status ql_rank_get_adapters(ql_rank *r, float *flat)
 {
     QL_TRY(dev_of(r)->copy(r->compute, flat, r->mem->adapters, r->mem->n * 4));
     return dev_of(r)->sync(r->compute);
+}
+
+void ql_rank_at(ql_rank *r, ql_phase phase)
+{
+    r->set.shared->rank[r->set.rank].phase = phase;
+}
+
+void ql_rank_where(const ql_rank_state *s, char *buf, size_t size)
+{
+    ql_action a = s->doing;
+    char action[64];
+    ql_action_print(&a, action, sizeof action);
+    switch ((ql_phase)s->phase) {
+    case QL_AT_OPENING: snprintf(buf, size, "taking memory"); break;
+    case QL_AT_LOADING: snprintf(buf, size, "loading layer %d", a.layer); break;
+    case QL_AT_STEP: snprintf(buf, size, "%s of step %d", action, s->step); break;
+    case QL_AT_EVAL: snprintf(buf, size, "%s of an evaluation", action); break;
+    case QL_AT_SAVING: snprintf(buf, size, "saving after step %d", s->step); break;
+    case QL_AT_TEXT: snprintf(buf, size, "generating"); break;
+    default: snprintf(buf, size, "starting"); break;
+    }
 }
 
 ql_status ql_rank_measure(ql_rank *r)

@@ -7,12 +7,17 @@
 #include "core/optim.h"
 #include "core/plan.h"
 
+/* What a rank is at. In a plan every action is a beat; elsewhere beats are fewer. */
+typedef enum { QL_AT_REST, QL_AT_OPENING, QL_AT_LOADING, QL_AT_STEP, QL_AT_EVAL, QL_AT_SAVING, QL_AT_TEXT } ql_phase;
+
 /* Where a rank stands, written by it and read by the supervisor; in shared memory. */
 typedef struct {
     volatile int64_t beat;     /* actions done: progress, for deadlines */
+    volatile int phase;        /* ql_phase */
+    volatile ql_action doing;  /* the action at work in a plan; when loading, its layer */
     volatile int step;         /* optimizer step at work, from 1 */
-    volatile int action;       /* collectives issued: stopping ranks agree on a number */
-    volatile int at_stop;      /* 1: this rank has seen the stop and said where it is */
+    int64_t entered;           /* collectives entered: stopping ranks agree on where (exec.c) */
+    int at_stop;               /* 1: this rank has seen the stop and waits for the others */
     int64_t bytes[QL_CATS];
     ql_dev_memory mem;
     char name[96];
@@ -96,11 +101,16 @@ ql_status ql_rank_step(ql_rank *r, const ql_plan *p, const ql_step_data *d, ql_s
 /* Forward and loss of the plan's micro-batches; losses[mb] gets Σ nll of those this rank has (all ranks' after it). */
 ql_status ql_rank_forward(ql_rank *r, const ql_plan *p, const ql_step_data *d, float *losses);
 ql_status ql_rank_measure(ql_rank *r);
+/* "B 3 mb 1 of step 7", "loading layer 3", "saving after step 20": for messages. */
+void ql_rank_where(const ql_rank_state *s, char *buf, size_t size);
+void ql_rank_at(ql_rank *r, ql_phase phase);
 
 /* exec.c, shared with generate.c */
 ql_status ql_exec_batch(ql_rank *r, int flight, const ql_batch *b, int train, uint32_t step);
-/* until: −1, or the number of collectives at which all ranks drop what they do. */
-ql_status ql_exec_stop_point(ql_rank *r, int issued, int *until);
+/* Between actions: QL_ESTOP when all ranks drop what they do, here. */
+ql_status ql_exec_stop_point(ql_rank *r);
+/* Before something in which other ranks must take part. */
+void ql_exec_enter(ql_rank *r);
 ql_status ql_exec_gather(ql_rank *r, int64_t layer, int slot);
 ql_status ql_exec_layer(ql_rank *r, ql_micro *mb, int64_t layer, int slot, ql_layer *out);
 

@@ -120,6 +120,7 @@ ql_status ql_save_checkpoint(ql_worker *w, const char *run, ql_history *h, char 
     ql_status st = QL_OK;
     int64_t step = ql_history_done(h);
     char name[64];
+    ql_rank_at(w->rank, QL_AT_SAVING);
     QL_TRY(state_new(w->rank, kind_of(w), &s));
     QL_GO(collect_optimizer(w, &s));
     QL_GO(ql_rank_get_adapters(w->rank, s.adapters));
@@ -144,6 +145,7 @@ ql_status ql_save_final(ql_worker *w, const char *run, ql_history *h)
     float *flat = NULL;
     char path[QL_PATH_MAX];
     json_t *job = NULL;
+    ql_rank_at(w->rank, QL_AT_SAVING);
     if (w->p->rank != 0) return QL_OK;
     flat = calloc((size_t)t->lora->elements, 4);
     job = ql_job_json(t->job);

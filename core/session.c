@@ -2,6 +2,7 @@
  * for them when they die. */
 #include "core/session.h"
 
+#include "core/cost.h"
 #include "core/devices.h"
 #include "core/file.h"
 #include "core/launch.h"
@@ -14,7 +15,9 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { DEADLINE_MS = 30000, LOADING_DEADLINE_MS = 300000 };
+/* Without progress for so long a run has ended. Between the actions of plans (opening files, loading, saving) beats are few and take ten
+ * times as long; so do waits inside a rank, so that it is the supervisor who judges. */
+enum { DEADLINE_MS = 30000, SLOW = 10, LAST_WORDS_MS = 1200 };
 
 typedef struct {
     const ql_session_setup *set;
@@ -96,6 +99,13 @@ static ql_status find_place(session *s, const ql_args *a, const ql_job *job)
     return QL_OK;
 }
 
+/* As set; else 30 s, or 20 times what the longest action should take. */
+static int64_t deadline_ms(const ql_task *t)
+{
+    double longest = 1000 * ql_cost_action(&t->spec) / ql_rates_of(t->place.arch).flops;
+    return t->args.deadline_ms ? t->args.deadline_ms : ql_max64(DEADLINE_MS, (int64_t)(20 * longest));
+}
+
 static ql_status place(session *s, json_t *command, const ql_prepared *data)
 {
     ql_task_inputs in = {.job = json_object_get(command, "job"),
@@ -124,7 +134,7 @@ static ql_status place(session *s, json_t *command, const ql_prepared *data)
     s->placed = t;
     s->launch.task = t;
     s->launch.device = s->device;
-    s->launch.timeout_ms = t->args.deadline_ms ? t->args.deadline_ms : LOADING_DEADLINE_MS;
+    s->launch.timeout_ms = SLOW * deadline_ms(t) + DEADLINE_MS;
     return ql_ranks_start(&s->launch, ql_worker_main, &s->ranks);
 }
 
@@ -133,6 +143,7 @@ static ql_status place(session *s, json_t *command, const ql_prepared *data)
 typedef struct {
     int done[QL_MAX_WORLD];    /* this rank's command has ended */
     int left;
+    int unplaced;              /* stopped before all ranks had their weights: they end, and that is no error */
     json_t *end;               /* the closing event: rank 0's, or the first error */
     char name[16];
     int64_t beat;
@@ -150,11 +161,18 @@ static void take_event(session *s, relay *r, int rank, json_t *e)
     if (is(name, "done") || is(name, "stopped") || is(name, "error")) {
         if (!r->done[rank]) r->left--;
         r->done[rank] = 1;
-        int error = is(name, "error");
+        int error = is(name, "error") && !r->unplaced, at = ql_ranks_shared(s->ranks)->rank[rank].phase;
+        if (is(name, "stopped") && (at == QL_AT_OPENING || at == QL_AT_LOADING)) {
+            /* Another rank may be waiting for this one in a collective already. */
+            r->unplaced = 1;
+            ql_ranks_shared(s->ranks)->abort = 1;
+            json_decref(r->end);
+            r->end = NULL;
+        }
         /* "another rank failed" is an echo: the rank that it comes from has the words. */
         int echo = error && is(json_string_value(json_object_get(e, "status")), ql_status_name(QL_EPEER));
         if (error) ql_ranks_shared(s->ranks)->abort = 1;
-        if (!r->end || (error && !is(r->name, "error")) || (rank == 0 && !is(r->name, "error")) ||
+        if ((!r->end && !(r->unplaced && is(name, "error"))) || (error && !is(r->name, "error")) || (rank == 0 && !is(r->name, "error")) ||
             (error && !echo && is(json_string_value(json_object_get(r->end, "status")), ql_status_name(QL_EPEER)))) {
             json_decref(r->end);
             r->end = json_incref(e);
@@ -166,15 +184,16 @@ static void take_event(session *s, relay *r, int rank, json_t *e)
     ql_events_emit(s->out, name, e);
 }
 
-static json_t *death(session *s, int rank, const char *how)
+/* The end of a run whose rank cannot say so itself. fmt: rank, its device, `why`, where. */
+static void end_for(session *s, relay *r, int rank, const char *why, const char *advice)
 {
-    char text[512];
-    const ql_shared *sh = ql_ranks_shared(s->ranks);
-    snprintf(text, sizeof text,
-             "rank %d (%s) died: %s, in step %d. The run has ended; finished steps are safe in its checkpoints: `resume` goes on from the "
-             "last one. The next command starts fresh ranks",
-             rank, sh->rank[rank].name, how, sh->rank[rank].step);
-    return json_pack("{s:s,s:s,s:i,s:i}", "status", ql_status_name(QL_EPEER), "text", text, "rank", rank, "step", sh->rank[rank].step);
+    char text[512], where[96];
+    const ql_rank_state *k = &ql_ranks_shared(s->ranks)->rank[rank];
+    ql_rank_where(k, where, sizeof where);
+    snprintf(text, sizeof text, "rank %d (%s) %s, at %s. %s", rank, k->name, why, where, advice);
+    r->end = json_pack("{s:s,s:s,s:i,s:i,s:s}", "status", ql_status_name(QL_EPEER), "text", text, "rank", rank, "step", k->step, "action",
+                       where);
+    strcpy(r->name, "error");
 }
 
 /* Everything a rank has said so far. Returns 1 if there was something. */
@@ -192,6 +211,23 @@ static int drain(session *s, relay *r, int rank)
     return some;
 }
 
+/* Have all ranks stood still for too long? The one furthest behind is named. */
+static void check_progress(session *s, relay *r, double still)
+{
+    const ql_shared *sh = ql_ranks_shared(s->ranks);
+    double deadline = r->deadline;
+    int slow = 0;
+    char why[160];
+    for (int i = 0; i < ql_ranks_world(s->ranks); i++) {
+        if (!r->done[i] && sh->rank[i].phase != QL_AT_STEP && sh->rank[i].phase != QL_AT_EVAL) deadline = SLOW * r->deadline;
+        if (sh->rank[i].beat < sh->rank[slow].beat) slow = i;
+    }
+    if (still <= deadline || sh->abort || r->end) return;
+    snprintf(why, sizeof why, "is furthest behind, and no rank finished an action for %.1f s", still);
+    end_for(s, r, slow, why, "`--deadline_ms` allows more. The next command starts fresh ranks");
+    ql_ranks_shared(s->ranks)->abort = 1;
+}
+
 static void check_ranks(session *s, relay *r)
 {
     char how[128];
@@ -199,28 +235,18 @@ static void check_ranks(session *s, relay *r)
     double now = ql_now();
     if (dead >= 0) drain(s, r, dead); /* its last words, which say more than its status */
     if (dead >= 0 && !r->done[dead]) {
+        char why[160];
         r->left--;
         r->done[dead] = 1;
-        if (!ql_ranks_shared(s->ranks)->abort && !r->end) {
-            r->end = death(s, dead, how);
-            strcpy(r->name, "error");
-        }
+        snprintf(why, sizeof why, "died: %s", how);
+        if (!ql_ranks_shared(s->ranks)->abort && !r->end)
+            end_for(s, r, dead, why, "Finished steps are safe in the run's checkpoints: `resume` goes on from the last one. The next command "
+                    "starts fresh ranks");
         ql_ranks_shared(s->ranks)->abort = 1;
     }
     int64_t beat = ql_ranks_beat(s->ranks);
     if (beat != r->beat) r->beat = beat, r->moved = now;
-    if (now - r->moved > r->deadline && !ql_ranks_shared(s->ranks)->abort) {
-        char text[256];
-        int slow = 0;
-        const ql_shared *sh = ql_ranks_shared(s->ranks);
-        for (int i = 1; i < ql_ranks_world(s->ranks); i++)
-            if (sh->rank[i].beat < sh->rank[slow].beat) slow = i;
-        snprintf(text, sizeof text, "no rank finished an action for %.1f s; rank %d (%s) is furthest behind, in step %d. `--deadline_ms` allows more",
-                 r->deadline, slow, sh->rank[slow].name, sh->rank[slow].step);
-        r->end = json_pack("{s:s,s:s,s:i,s:i}", "status", ql_status_name(QL_EPEER), "text", text, "rank", slow, "step", sh->rank[slow].step);
-        strcpy(r->name, "error");
-        ql_ranks_shared(s->ranks)->abort = 1;
-    }
+    check_progress(s, r, now - r->moved);
 }
 
 /* Events of the ranks until each has ended its command; a stop is passed on, a death ends all. */
@@ -235,24 +261,26 @@ static void run_relay(session *s, relay *r)
         check_ranks(s, r);
         if (ql_ranks_shared(s->ranks)->abort) {
             if (!aborted) aborted = ql_now();
-            if (ql_now() - aborted > 3) break; /* what is left is killed */
+            if (ql_now() - aborted > LAST_WORDS_MS / 1000.0) break; /* what is left is killed */
         }
     }
 }
 
 static ql_status run_on_ranks(session *s, json_t *command)
 {
-    relay r = {.left = ql_ranks_world(s->ranks), .moved = ql_now()};
-    int64_t ms = s->placed->args.deadline_ms;
-    r.deadline = (double)(ms ? ms : LOADING_DEADLINE_MS) / 1000;
+    relay r = {.left = ql_ranks_world(s->ranks), .moved = ql_now(), .beat = ql_ranks_beat(s->ranks)};
+    r.deadline = (double)deadline_ms(s->placed) / 1000;
     ql_ranks_shared(s->ranks)->stop = 0;
     QL_TRY(ql_ranks_send(s->ranks, command));
     run_relay(s, &r);
     if (!r.end) r.end = json_pack("{s:s,s:s}", "status", ql_status_name(QL_EPEER), "text", "the ranks ended without a word");
     if (!r.name[0]) strcpy(r.name, "error");
     if (r.end) json_object_set(r.end, "id", json_object_get(command, "id"));
-    if (is(r.name, "error")) drop_ranks(s);
-    return ql_events_emit(s->out, r.name, r.end);
+    /* The answer first: ranks that do not leave by themselves take a second to end. */
+    int failed = is(r.name, "error") || r.unplaced;
+    ql_status st = ql_events_emit(s->out, r.name, r.end);
+    if (failed) drop_ranks(s);
+    return st;
 }
 
 static ql_status prepare(session *s, json_t *command, const ql_job *job, ql_prepared *data)

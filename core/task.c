@@ -112,6 +112,7 @@ ql_status ql_task_open(const ql_task_inputs *in, ql_task **out)
     const char *path;
     ql_task *t = calloc(1, sizeof *t);
     if (!t) QL_FAIL(QL_ENOMEM, "no memory for a job");
+    t->place = in->place;
     QL_GO(ql_job_from_json(in->job, &t->job));
     QL_GO(ql_args_from_job(t->job, &t->args));
     path = t->args.model;

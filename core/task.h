@@ -26,6 +26,7 @@ typedef struct {
     ql_dataset *train, *eval;
     ql_steps steps;
     int32_t pad_id;
+    ql_place place;
     ql_spec spec;
     ql_reasons why;            /* of the planner's choices */
 } ql_task;

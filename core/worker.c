@@ -139,11 +139,16 @@ static void finish(ql_worker *w, const json_t *c, ql_status st, json_t *out)
         if (e) ql_events_emit(w->p->out, "done", e);
     } else if (st == QL_ESTOP) {
         json_object_set(o, "id", id);
+        if (!json_object_get(o, "step")) json_object_set_new(o, "step", json_integer(0));
+        if (!json_object_get(o, "checkpoint")) json_object_set_new(o, "checkpoint", json_null());
         ql_events_emit(w->p->out, "stopped", o);
     } else {
+        const ql_rank_state *me = &w->p->shared->rank[w->p->rank];
+        char where[96];
+        ql_rank_where(me, where, sizeof where);
         json_decref(o);
-        json_t *e = json_pack("{s:O?,s:s,s:s,s:i,s:i}", "id", id, "status", ql_status_name(st), "text", ql_error(), "rank", w->p->rank, "step",
-                              w->p->shared->rank[w->p->rank].step);
+        json_t *e = json_pack("{s:O?,s:s,s:s,s:i,s:i,s:s}", "id", id, "status", ql_status_name(st), "text", ql_error(), "rank", w->p->rank,
+                              "step", me->step, "action", where);
         if (e) ql_events_emit(w->p->out, "error", e);
     }
     ql_events_flush(w->p->out, 5000, NULL);
@@ -162,6 +167,7 @@ int ql_worker_main(ql_rank_process *p)
         if (state != QL_LINES_ONE) continue;
         const char *name = json_string_value(json_object_get(c, "cmd"));
         p->shared->rank[p->rank].step = 0;
+        p->shared->rank[p->rank].phase = QL_AT_REST;
         ql_status st = run_command(&w, c, name ? name : "", &out);
         finish(&w, c, st, out);
         json_decref(c);

@@ -1,0 +1,31 @@
+/* What a job's work is in floating-point operations and bytes, and how fast devices are: for deadlines, for the balance of a pipeline,
+ * and for the planner's projections. Estimates only: no result depends on them. */
+#ifndef QL_COST_H
+#define QL_COST_H
+
+#include "core/memory.h"
+
+typedef enum {
+    QL_COST_F,      /* forward */
+    QL_COST_R,      /* recompute all that backward needs: all but down_proj */
+    QL_COST_R_MLP,  /* recompute gate and up only */
+    QL_COST_B       /* gradient of the input; the adapters' own gradients are under 1 % of it */
+} ql_cost;
+
+/* Operations of one decoder layer for `rows` tokens in documents of `length`. */
+double ql_cost_layer(const ql_config *c, int64_t rows, int64_t length, ql_cost what);
+/* The head's two products for `rows` targets; without backward the first one only. */
+double ql_cost_head(const ql_config *c, int64_t rows, int train);
+
+typedef struct {
+    double flops;     /* a second, in large products */
+    double link;      /* bytes a second that a device receives from the others in an all-gather */
+    double host;      /* bytes a second from pinned host memory */
+} ql_rates;
+/* By compute capability (0: CPU cores), from published measurements; cautious where there are none. */
+ql_rates ql_rates_of(int arch);
+
+/* Operations of the largest single action of the job: what a deadline has to wait for. */
+double ql_cost_action(const ql_spec *s);
+
+#endif

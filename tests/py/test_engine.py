@@ -1,0 +1,236 @@
+"""build/qlora-engine over its socket: what it does when a rank dies, stalls or is stopped, and when its front end goes away."""
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BUILD = pathlib.Path(os.environ.get("BUILD", ROOT / "build"))
+BUILD = BUILD if BUILD.is_absolute() else ROOT / BUILD
+ENDS = ("done", "error", "stopped")
+
+
+def children(pid):
+    try:
+        return [int(c) for c in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def alive(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+class Engine:
+    def __init__(self, cwd):
+        self.cwd = cwd
+        self.ours, theirs = socket.socketpair()
+        env = dict(os.environ, OPENBLAS_NUM_THREADS="1")
+        number = theirs.fileno()
+        self.process = subprocess.Popen([str(BUILD / "qlora-engine")], cwd=cwd, env=env, stdin=subprocess.DEVNULL, pass_fds=[3],
+                                        preexec_fn=lambda: os.dup2(number, 3) if number != 3 else os.set_inheritable(3, True))
+        theirs.close()
+        self.buffer, self.events, self.id = b"", [], 0
+        self.until("ready")
+
+    def event(self, timeout=60):
+        end = time.monotonic() + timeout
+        while b"\n" not in self.buffer:
+            self.ours.settimeout(max(0.01, end - time.monotonic()))
+            part = self.ours.recv(65536)
+            assert part, f"the engine is gone ({self.process.poll()}): {self.events[-3:]}"
+            self.buffer += part
+        line, self.buffer = self.buffer.split(b"\n", 1)
+        self.events.append(json.loads(line))
+        return self.events[-1]
+
+    def until(self, *names, when=lambda e: True, timeout=60):
+        while True:
+            e = self.event(timeout)
+            if e["ev"] in names and when(e):
+                return e
+            assert e["ev"] not in ENDS or e["ev"] in names, e
+
+    def send(self, cmd, **fields):
+        self.id += 1
+        self.ours.sendall((json.dumps(dict(fields, cmd=cmd, id=self.id)) + "\n").encode())
+        return self.id
+
+    def train(self, run="runs/a", resume=None, steps=None, **settings):
+        job = dict({"model": str(ROOT / "notebooks/tiny"), "data": str(ROOT / "notebooks/tiny/train.jsonl"), "devices": "cpu:2", "max_length": 128,
+                    "max_steps": 400, "lora_dropout": 0.05, "gradient_accumulation_steps": 2, "r": 8}, **settings)
+        fields = {"job": job, "run": str(self.cwd / run)}
+        if resume:
+            fields["resume"] = resume
+        if steps:
+            fields["steps"] = steps
+        return self.send("train", **fields)
+
+    def ranks(self, n=2):
+        for _ in range(500):
+            pids = children(self.process.pid)
+            if len(pids) == n:
+                return pids
+            time.sleep(0.01)
+        raise AssertionError(f"{pids} are not {n} ranks")
+
+    def works(self):
+        """The next command on fresh ranks."""
+        self.train(run="runs/after", max_steps=2)
+        assert self.until(*ENDS)["ev"] == "done", self.events[-1]
+
+    def losses(self):
+        return {e["step"]: e["loss_bits"] for e in self.events if e["ev"] == "step"}
+
+    def close(self):
+        self.ours.close()
+        self.process.wait(10)
+
+
+@pytest.fixture
+def engine(tmp_path):
+    e = Engine(tmp_path)
+    yield e
+    pids = children(e.process.pid)
+    e.close()
+    assert not [p for p in pids if alive(p)], "ranks outlive the engine"
+    assert e.process.returncode == 0
+
+
+def ends_in_error(engine, since):
+    e = engine.until(*ENDS)
+    assert e["ev"] == "error", e
+    assert time.monotonic() - since < 6
+    return e
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_rank_dies_in_a_step(engine, rank, how):
+    engine.train()
+    engine.until("step", when=lambda e: e["step"] == 3)
+    pids = engine.ranks()
+    os.kill(pids[rank], how)
+    e = ends_in_error(engine, time.monotonic())
+    assert e["rank"] == rank and e["step"] >= 3 and f"of step {e['step']}" in e["action"], e
+    assert f"signal {int(how)}" in e["text"] and e["action"] in e["text"] and "resume" in e["text"]
+    engine.works()
+    assert not [p for p in pids if alive(p)]
+
+
+def test_a_rank_dies_while_the_other_waits_for_it(engine):
+    engine.train(fsdp=True)
+    engine.until("step", when=lambda e: e["step"] == 2)
+    pids = engine.ranks()
+    os.kill(pids[1], signal.SIGSTOP)
+    time.sleep(0.3)  # rank 0 has come to a collective
+    os.kill(pids[1], signal.SIGKILL)
+    e = ends_in_error(engine, time.monotonic())
+    assert e["rank"] == 1 and "signal 9" in e["text"], e
+    engine.works()
+
+
+def test_a_rank_dies_while_loading(engine):
+    engine.train()
+    pids = engine.ranks()
+    os.kill(pids[0], signal.SIGKILL)
+    e = ends_in_error(engine, time.monotonic())
+    assert e["rank"] == 0 and e["step"] == 0 and e["action"], e
+    engine.works()
+
+
+def test_a_rank_stalls(engine):
+    engine.train(deadline_ms=200)
+    engine.until("step", when=lambda e: e["step"] == 2)
+    pids = engine.ranks()
+    os.kill(pids[1], signal.SIGSTOP)
+    e = ends_in_error(engine, time.monotonic())
+    assert e["rank"] == 1 and "deadline_ms" in e["text"] and "of step" in e["action"], e
+    engine.works()
+    assert not [p for p in pids if alive(p)]
+
+
+@pytest.mark.parametrize("store", ["resident", "sharded"])
+def test_stop_and_resume(engine, store):
+    engine.train(run="runs/whole", max_steps=12, store=store)
+    assert engine.until(*ENDS)["ev"] == "done"
+    whole = engine.losses()
+    assert len(whole) == 12
+    engine.events.clear()
+    engine.train(run="runs/part", max_steps=12, store=store)
+    engine.until("step", when=lambda e: e["step"] == 4)
+    since = time.monotonic()
+    engine.send("stop")
+    e = engine.until(*ENDS)
+    assert time.monotonic() - since < 1
+    assert e["ev"] == "stopped" and e["step"] >= 4, e
+    assert e["checkpoint"].endswith(f"runs/part/checkpoint-{e['step']}") and pathlib.Path(e["checkpoint"], "adapter_model.safetensors").exists()
+    # Another world and store; the loss is the same bits.
+    engine.train(run="runs/part", resume=e["checkpoint"], max_steps=12, devices="cpu:1", gradient_accumulation_steps=4)
+    assert engine.until(*ENDS)["ev"] == "done"
+    assert engine.losses() == whole
+    a, b = ((engine.cwd / "runs" / r / "adapter_model.safetensors").read_bytes() for r in ("whole", "part"))
+    assert a == b
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_stops_at_any_moment(engine, world):
+    """Ranks see a stop between different actions, some of them inside a collective: they agree, and nobody waits for ever."""
+    for i in range(12):
+        engine.train(run=f"runs/{i}", fsdp=True, devices=f"cpu:{world}", gradient_accumulation_steps=8 // world, save_only_model=i % 2 == 0)
+        engine.until("step", when=lambda e: e["step"] == 1)
+        time.sleep(0.013 * i)
+        since = time.monotonic()
+        engine.send("stop")
+        e = engine.until(*ENDS)
+        assert e["ev"] == "stopped" and time.monotonic() - since < 3, e
+
+
+def test_stop_before_the_first_step(engine):
+    engine.train()
+    engine.send("stop")
+    e = engine.until(*ENDS)
+    assert e["ev"] == "stopped" and e["step"] == 0 and e["checkpoint"] is None, e
+    engine.works()
+
+
+def test_too_little_memory_is_refused_before_loading(engine):
+    engine.train(device_memory="64 MiB")
+    e = engine.until(*ENDS)
+    assert e["ev"] == "error" and e["status"] == "out of memory" and "--max_length" in e["text"], e
+    assert not children(engine.process.pid)
+    engine.works()
+
+
+def test_the_front_end_goes_away(tmp_path):
+    e = Engine(tmp_path)
+    e.train()
+    e.until("step", when=lambda s: s["step"] == 2)
+    pids = e.ranks()
+    since = time.monotonic()
+    e.ours.close()
+    e.process.wait(10)
+    assert e.process.returncode == 0 and time.monotonic() - since < 6
+    assert not [p for p in pids if alive(p)]
+
+
+def test_the_engine_is_killed(tmp_path):
+    e = Engine(tmp_path)
+    e.train()
+    e.until("step", when=lambda s: s["step"] == 2)
+    pids = e.ranks()
+    e.process.kill()
+    e.process.wait(10)
+    for _ in range(200):
+        if not [p for p in pids if alive(p)]:
+            break
+        time.sleep(0.02)
+    assert not [p for p in pids if alive(p)], "ranks outlive the engine"
