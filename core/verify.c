@@ -28,7 +28,6 @@ typedef struct {
     char *host;            /* a gathered layer */
     char *piece;           /* one of its pieces, put together */
     finding *mine, *all;   /* (L), (world, L) */
-    int issued, until;     /* collectives, for stops */
 } verify;
 
 static const ql_dev_table *dev_of(const verify *v)
@@ -161,7 +160,6 @@ static ql_status pull(verify *v, int64_t l)
     const void *from = r->mem->base[l];
     if (v->t->spec.choice.store[l] != QL_STORE_RESIDENT) {
         QL_TRY(ql_exec_gather(r, l, 0));
-        v->issued += v->t->spec.choice.store[l] == QL_STORE_SHARDED && r->set.world > 1;
         from = r->mem->slot[0];
     }
     QL_TRY(dev_of(v)->copy(r->side, v->host, from, b->parts * b->part_bytes));
@@ -371,8 +369,8 @@ static ql_status check_layers(verify *v)
     ql_rank_state *me = &v->w->p->shared->rank[v->r->set.rank];
     QL_TRY(take_buffers(v));
     for (int64_t l = 0; l < n; l++) {
-        QL_TRY(ql_exec_stop_point(v->r, v->issued, &v->until));
-        if (v->until >= 0 && v->issued >= v->until) return QL_ESTOP;
+        QL_TRY(ql_exec_stop_point(v->r));
+        ql_exec_enter(v->r);
         int owner = l % v->r->set.world == v->r->set.rank;
         if (v->t->spec.choice.store[l] == QL_STORE_RESIDENT16)
             QL_TRY(find_values(v, l, owner, &v->mine[l]));
@@ -382,6 +380,7 @@ static ql_status check_layers(verify *v)
         QL_TRY(ql_worker_emit(v->w, "progress", json_pack("{s:s,s:I,s:I}", "what", "hash layers", "done", (json_int_t)(l + 1), "total",
                                                           (json_int_t)n)));
     }
+    ql_exec_enter(v->r);
     QL_TRY(share(v, v->mine, n * (int64_t)sizeof *v->mine, v->all));
     report_layers(v);
     return QL_OK;
@@ -593,7 +592,7 @@ out:
 
 ql_status ql_verify_run(ql_worker *w, const json_t *command, json_t **out)
 {
-    verify v = {.w = w, .r = w->rank, .t = w->task, .checks = json_array(), .layers = json_array(), .until = -1};
+    verify v = {.w = w, .r = w->rank, .t = w->task, .checks = json_array(), .layers = json_array()};
     ql_status st = QL_OK;
     w->p->shared->rank[w->p->rank].at_stop = 0;
     QL_GO(ql_worker_say(w, "verifying", ""));
