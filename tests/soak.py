@@ -85,6 +85,11 @@ def press_stop(kernel, count, rng, cells):
 
 def kill_engines(kernel, count, rng):
     """The engine killed in the middle of training: a red cell, and the next verb works."""
+    for _ in range(10):   # the last Stop of the test before may still be on its way: let it hit this
+        if kernel.run("1")[0]["status"] == "ok":
+            break
+        time.sleep(0.2)
+    time.sleep(0.5)
     for i in range(count):
         request = kernel.send(TRAIN)
         assert wait_for(lambda: engines(kernel.pid), 20), f"no engine was started: {kernel.collect(request, 1)}"
