@@ -3,6 +3,8 @@
 #include "core/generate.h"
 
 #include "core/chat.h"
+#include "core/file.h"
+#include "core/json.h"
 #include "core/sampler.h"
 
 #include <math.h>
@@ -29,6 +31,8 @@ typedef struct {
     void *logits_mem;
     float *row;                /* (V) host */
     int *rank_of;              /* (V) host: sorting */
+    int64_t eos[16]; /* generation_config.json's, beside config.json's */
+    int eos_count;
 } gen;
 
 /* ---- sampling --------------------------------------------------------------------------------- */
@@ -134,6 +138,8 @@ static int ends(const gen *g, int32_t id)
     const ql_config *c = &g->r->spec->model->cfg;
     for (int i = 0; i < c->eos_count; i++)
         if (c->eos[i] == id) return 1;
+    for (int i = 0; i < g->eos_count; i++)
+        if (g->eos[i] == id) return 1;
     return id == ql_tok_info(g->tok)->eos;
 }
 
@@ -254,6 +260,21 @@ static ql_status all(gen *g, const json_t *command, const char *variant, json_t 
     return QL_OK;
 }
 
+/* generation_config.json may name more tokens that end an answer (Llama 3's <|eot_id|>). */
+static void read_stops(gen *g, const char *folder)
+{
+    char path[QL_PATH_MAX];
+    json_t *o = NULL, *v;
+    size_t i;
+    if (ql_path_join(path, folder, "generation_config.json") == QL_OK && ql_path_is_file(path) && ql_json_load(path, 1 << 20, &o) == QL_OK) {
+        const json_t *e = json_object_get(o, "eos_token_id");
+        if (json_is_integer(e)) g->eos[g->eos_count++] = json_integer_value(e);
+        json_array_foreach(e, i, v) if (json_is_integer(v) && g->eos_count < 16) g->eos[g->eos_count++] = json_integer_value(v);
+    }
+    json_decref(o);
+    ql_error_clear(); /* without it config.json's stand */
+}
+
 static ql_status open_gen(gen *g, ql_worker *w, const json_t *c)
 {
     const ql_config *cfg = &w->task->model->cfg;
@@ -270,6 +291,7 @@ static ql_status open_gen(gen *g, ql_worker *w, const json_t *c)
     g->rank_of = calloc((size_t)cfg->vocab, sizeof *g->rank_of);
     if (!g->k || !g->v || !g->row || !g->rank_of) QL_FAIL(QL_ENOMEM, "generate: no memory");
     QL_TRY(ql_tok_open(w->task->model->path, &g->tok));
+    read_stops(g, w->task->model->path);
     QL_TRY(w->rank->set.be->dev->alloc(w->rank->dev, cfg->vocab * 4, &g->logits_mem));
     g->logits = ql_mat(g->logits_mem, QL_F32, 1, cfg->vocab, cfg->vocab);
     w->p->shared->rank[w->p->rank].at_stop = 0;

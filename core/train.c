@@ -259,10 +259,12 @@ static ql_status finish(run *x, json_t **out)
     QL_TRY(ql_save_final(x->w, x->dir, x->history));
     if (x->w->p->rank == 0 && x->t->args.save_total_limit == 1 && ql_history_best_path(x->history))
         QL_TRY(ql_ckpt_keep_only(x->dir, ql_history_best_path(x->history)));
-    *out = json_pack("{s:s,s:I,s:f,s:f,s:f,s:s,s:O}", "run", x->dir, "step", (json_int_t)x->done, "train_loss",
-                     ql_history_train_loss(x->history), "train_runtime", seconds, "tokens_per_second",
-                     seconds > 0 ? (double)x->tokens / seconds : 0.0, "adapter", x->dir, "log_history", ql_history_records(x->history));
-    return *out ? QL_OK : ql_fail(QL_ENOMEM, "no memory for the result");
+    json_t *o = json_pack("{s:s,s:I,s:f,s:f,s:s,s:O}", "run", x->dir, "step", (json_int_t)x->done, "train_runtime", seconds,
+                          "tokens_per_second", seconds > 0 ? (double)x->tokens / seconds : 0.0, "adapter", x->dir, "log_history",
+                          ql_history_records(x->history));
+    if (!o) QL_FAIL(QL_ENOMEM, "no memory for the result");
+    *out = o;
+    return ql_json_set_number(o, "train_loss", ql_history_train_loss(x->history));
 }
 
 ql_status ql_train_run(ql_worker *w, const json_t *command, json_t **out)
@@ -320,8 +322,10 @@ ql_status ql_eval_run(ql_worker *w, const json_t *command, json_t **out)
     QL_GO(ql_worker_say(w, "evaluating", ""));
     QL_GO(ql_eval_loss(w, &loss, &samples, &batches));
     double s = ql_now() - from;
-    *out = json_pack("{s:f,s:f,s:f,s:f,s:I}", "eval_loss", loss, "eval_runtime", s, "eval_samples_per_second", (double)samples / s,
-                     "eval_steps_per_second", (double)batches / s, "samples", (json_int_t)samples);
+    *out = json_pack("{s:f,s:f,s:f,s:I}", "eval_runtime", s, "eval_samples_per_second", (double)samples / s, "eval_steps_per_second",
+                     (double)batches / s, "samples", (json_int_t)samples);
+    if (!*out) QL_GO(ql_fail(QL_ENOMEM, "no memory for the result"));
+    QL_GO(ql_json_set_number(*out, "eval_loss", loss)); /* a NaN is null with a word beside it */
 out:
     free(flat);
     return st;
