@@ -17,6 +17,11 @@ CPPFLAGS += -I. -MMD -MP
 LDFLAGS  += -rdynamic
 LDLIBS   += -ljansson -lpcre2-8 -lopenblas -lpthread -ldl -lm
 
+# Without make's own rules: their search for ways to make the dependency files below takes half a minute.
+MAKEFLAGS += --no-builtin-rules
+.SUFFIXES:
+%.d: ;
+
 .DEFAULT_GOAL := all
 .SECONDARY:
 .DELETE_ON_ERROR:

@@ -24,14 +24,14 @@ def python(text, cwd, how="", timeout=120, interpreter=sys.executable):
 
 
 class Kernel:
-    """A stock Python kernel with the extension loaded; run() gives (reply, outputs)."""
+    """A stock Python kernel with the extension loaded; run() gives (reply, outputs). env: in place of the build folder and the fake engine."""
 
-    def __init__(self, cwd, how="", interpreter=sys.executable):
+    def __init__(self, cwd, how="", interpreter=sys.executable, env=None):
         from jupyter_client import KernelManager
         from jupyter_client.kernelspec import KernelSpec
         self.manager = KernelManager()
         self.manager._kernel_spec = KernelSpec(argv=[str(interpreter), "-m", "ipykernel_launcher", "-f", "{connection_file}"], language="python")
-        self.manager.start_kernel(cwd=str(cwd), env=environment(how))
+        self.manager.start_kernel(cwd=str(cwd), env=environment(how) if env is None else dict(os.environ, **env))
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)

@@ -242,6 +242,9 @@ def _open():
     follow = 1
     if _host.ip is not None and "Terminal" not in type(_host.ip).__name__:
         follow = 2 if env.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch" else 0
+    # Where cuBLAS and NCCL may be: pip's nvidia packages of this Python, then the toolkit.
+    places = env.get("QLORA_LIBRARY_PATH", "").split(":") + [p for p in _sys.path if p and _os.path.isdir(_os.path.join(p, "nvidia"))]
+    env["QLORA_LIBRARY_PATH"] = ":".join(dict.fromkeys(p for p in [*places, "/usr/local/cuda"] if p))
     engine = env.get("QLORA_ENGINE") or _first(here / "bin" / "qlora-engine", here.parents[1] / "qlora-engine")
     bundled = env.get("QLORA_BUNDLED") or _first(here / "bundled", here.parents[2] / "notebooks")
     _core.open(_host, engine, env.get("QLORA_RUNS"), bundled, _hub_cache(), follow)
