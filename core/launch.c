@@ -74,6 +74,7 @@ static ql_status take_shared(ql_ranks *r, const ql_launch *l)
     r->shared = p;
     r->comm_bytes = l->be->comm->shared_bytes(r->world);
     QL_TRY(map_shared(ql_max64(r->comm_bytes, 4096), &r->comm));
+    if (!l->task) return QL_OK;
     QL_TRY(ql_mem_open(&l->task->spec, 0, &m));
     r->host_bytes = ql_mem_host_base(m);
     ql_mem_close(m);
@@ -120,7 +121,7 @@ ql_status ql_ranks_start(const ql_launch *l, int (*body)(ql_rank_process *p), ql
     ql_ranks *r = calloc(1, sizeof *r);
     if (!r) QL_FAIL(QL_ENOMEM, "no memory for ranks");
     for (int i = 0; i < QL_MAX_WORLD; i++) r->fd[i] = -1;
-    r->world = l->task->spec.choice.world;
+    r->world = l->task ? l->task->spec.choice.world : l->world;
     r->supervisor = getpid();
     QL_GO(take_shared(r, l));
     for (int i = 0; i < r->world; i++) QL_GO(start_one(r, l, i, body));

@@ -10,7 +10,8 @@ typedef struct ql_ranks ql_ranks;
 
 typedef struct {
     const ql_backend *be;
-    const ql_task *task;       /* what they place; lives until they are started */
+    const ql_task *task;       /* what they place; lives until they are started; NULL: they bring their own memory */
+    int world;                 /* where there is no task */
     const int *device;         /* (world) */
     int64_t timeout_ms;        /* of waits between ranks */
 } ql_launch;

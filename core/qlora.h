@@ -110,6 +110,7 @@ ql_status ql_run_report(const char *path, json_t **out);
  *      "top_k":0,"seed":0,"compare":true}     compare: also without the adapter
  *   {"cmd":"verify","id":5,"job":{…},"run":PATH|null}
  *   {"cmd":"memory","id":6}                                          also while nothing is placed
+ *   {"cmd":"bench","id":8,"job":{…},"seconds":10}                    the devices of the job, emptied first
  *   {"cmd":"unload","id":7}                                          frees the devices; the process stays
  *   {"cmd":"stop"}                                                   the running command ends at its next action
  *
@@ -132,7 +133,8 @@ ql_status ql_run_report(const char *path, json_t **out);
  *   {"ev":"done","id":n,"result":{…}}                                           ends the command
  * Results. train: {"run","step","train_loss","train_runtime","tokens_per_second","adapter":PATH,"log_history":[…]}; eval: HF's eval record;
  * generate: {"texts":[…],"base":[…]}; verify: {"checks":[{"name","ok","text"}…],"layers":[{"layer","hash","file","ok"}…]}; memory: as the event of
- * that name. */
+ * that name; bench: {"device","rows":[{"name","value","unit","of_peak","text"}…],"seconds":[{"t","tflops","clock","power",
+ * "temperature"}…],"text": to paste}. */
 
 #define QL_ENGINE_FD 3
 #define QL_VERSION   "0.1.0"

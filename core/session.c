@@ -2,6 +2,7 @@
  * for them when they die. */
 #include "core/session.h"
 
+#include "core/bench.h"
 #include "core/cost.h"
 #include "core/devices.h"
 #include "core/file.h"
@@ -102,6 +103,7 @@ static ql_status find_place(session *s, const ql_args *a, const ql_job *job)
 /* As set; else 30 s, or 20 times what the longest action should take. */
 static int64_t deadline_ms(const ql_task *t)
 {
+    if (!t) return DEADLINE_MS;
     double longest = 1000 * ql_cost_action(&t->spec) / ql_rates_of(t->place.arch).flops;
     return t->args.deadline_ms ? t->args.deadline_ms : ql_max64(DEADLINE_MS, (int64_t)(20 * longest));
 }
@@ -358,6 +360,28 @@ out:
     return st;
 }
 
+/* The machine's figures need its devices for themselves: what was placed goes, and is placed again by the next command. */
+static ql_status bench(session *s, json_t *command)
+{
+    ql_job *job = NULL;
+    ql_args args;
+    ql_status st = QL_OK;
+    QL_GO(ql_job_from_json(json_object_get(command, "job"), &job));
+    QL_GO(ql_args_from_job(job, &args));
+    drop_ranks(s);
+    QL_GO(find_place(s, &args, job));
+    s->launch.task = NULL;
+    s->launch.world = s->place.world;
+    s->launch.device = s->device;
+    s->launch.timeout_ms = SLOW * DEADLINE_MS;
+    QL_GO(ql_ranks_start(&s->launch, ql_bench_main, &s->ranks));
+    st = run_on_ranks(s, command);
+    drop_ranks(s);
+out:
+    ql_job_free(job);
+    return st;
+}
+
 static void answer_error(session *s, const json_t *command, ql_status st)
 {
     json_t *e = st == QL_ESTOP ? json_pack("{s:O?,s:i,s:n}", "id", json_object_get(command, "id"), "step", 0, "checkpoint")
@@ -376,6 +400,8 @@ static void take_command(session *s, json_t *c)
         st = run_command(s, c);
     } else if (is(name, "memory")) {
         st = memory(s, c);
+    } else if (is(name, "bench")) {
+        st = bench(s, c);
     } else if (is(name, "unload")) {
         drop_ranks(s);
         ql_events_emit(s->out, "done", json_pack("{s:O?,s:{}}", "id", json_object_get(c, "id"), "result"));

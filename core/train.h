@@ -19,6 +19,9 @@ typedef struct {
 /* The body of a rank process. */
 int ql_worker_main(ql_rank_process *p);
 
+/* Every rank says how its command ended; the supervisor waits for all of them. Takes out (may be NULL). */
+void ql_worker_finish(ql_rank_process *p, const json_t *command, ql_status st, json_t *out);
+
 /* Both end with the result of their "done" event. QL_ESTOP: *out says {"step","checkpoint"}. */
 ql_status ql_train_run(ql_worker *w, const json_t *command, json_t **out);
 ql_status ql_eval_run(ql_worker *w, const json_t *command, json_t **out);

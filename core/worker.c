@@ -129,29 +129,28 @@ static ql_status run_command(ql_worker *w, const json_t *c, const char *name, js
     QL_FAIL(QL_EINVAL, "rank: unknown command '%s'", name);
 }
 
-/* Every rank says how its command ended; the supervisor waits for all of them. */
-static void finish(ql_worker *w, const json_t *c, ql_status st, json_t *out)
+void ql_worker_finish(ql_rank_process *p, const json_t *c, ql_status st, json_t *out)
 {
     json_t *id = json_object_get(c, "id");
     json_t *o = out && json_is_object(out) ? out : json_object();
     if (st == QL_OK) {
         json_t *e = json_pack("{s:O?,s:o}", "id", id, "result", o);
-        if (e) ql_events_emit(w->p->out, "done", e);
+        if (e) ql_events_emit(p->out, "done", e);
     } else if (st == QL_ESTOP) {
         json_object_set(o, "id", id);
         if (!json_object_get(o, "step")) json_object_set_new(o, "step", json_integer(0));
         if (!json_object_get(o, "checkpoint")) json_object_set_new(o, "checkpoint", json_null());
-        ql_events_emit(w->p->out, "stopped", o);
+        ql_events_emit(p->out, "stopped", o);
     } else {
-        const ql_rank_state *me = &w->p->shared->rank[w->p->rank];
+        const ql_rank_state *me = &p->shared->rank[p->rank];
         char where[96];
         ql_rank_where(me, where, sizeof where);
         json_decref(o);
-        json_t *e = json_pack("{s:O?,s:s,s:s,s:i,s:i,s:s}", "id", id, "status", ql_status_name(st), "text", ql_error(), "rank", w->p->rank,
+        json_t *e = json_pack("{s:O?,s:s,s:s,s:i,s:i,s:s}", "id", id, "status", ql_status_name(st), "text", ql_error(), "rank", p->rank,
                               "step", me->step, "action", where);
-        if (e) ql_events_emit(w->p->out, "error", e);
+        if (e) ql_events_emit(p->out, "error", e);
     }
-    ql_events_flush(w->p->out, 5000, NULL);
+    ql_events_flush(p->out, 5000, NULL);
 }
 
 int ql_worker_main(ql_rank_process *p)
@@ -169,7 +168,7 @@ int ql_worker_main(ql_rank_process *p)
         p->shared->rank[p->rank].step = 0;
         p->shared->rank[p->rank].phase = QL_AT_REST;
         ql_status st = run_command(&w, c, name ? name : "", &out);
-        finish(&w, c, st, out);
+        ql_worker_finish(p, c, st, out);
         json_decref(c);
         if (st != QL_OK && st != QL_ESTOP) {
             /* A rank that failed is not used again: its device, or its place in the collectives, is in doubt. */

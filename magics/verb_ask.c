@@ -73,7 +73,7 @@ ql_status ql_verb_bench(ql_magics *m, const ql_call *call, json_t **out)
 {
     json_t *result = NULL,
            *cmd = json_pack("{s:s, s:o, s:I}", "cmd", "bench", "job", ql_job_json(m->job),
-                            "seconds", (json_int_t)ql_call_int(call, "seconds", 60));
+                            "seconds", (json_int_t)ql_call_int(call, "seconds", 10));
     ql_status st = ask(m, cmd, "bench", &result, NULL);
     if (st == QL_OK)
         st = ql_result("bench", "qlora bench", json_incref(result), ql_view_bench(result), out);

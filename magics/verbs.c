@@ -12,7 +12,7 @@
  */
 
 static const ql_option bench_options[] = {
-    {"seconds", QL_ARG_INT, "60", NULL, "how long the matmul runs while clocks and watts are read"},
+    {"seconds", QL_ARG_INT, "10", NULL, "how long the matmul runs while clocks and watts are read"},
     {0}};
 static const ql_option config_options[] = {
     {"all", QL_ARG_FLAG, NULL, NULL, "every setting, not only what was changed"},

@@ -566,7 +566,7 @@ json_t *ql_view_verify(const json_t *r)
 json_t *ql_view_bench(const json_t *r)
 {
     ql_view v = {0};
-    ql_buf names = {0}, block = {0};
+    ql_buf names = {0};
     ql_table t;
     size_t i;
     const json_t *c;
@@ -583,14 +583,11 @@ json_t *ql_view_bench(const json_t *r)
         else
             ql_table_cell(&t, "%s", "");
         ql_table_cell(&t, "%s", ql_jstr(c, "text", ""));
-        ql_buf_printf(&block, "%s: %s %s\n", ql_jstr(c, "name", ""),
-                      ql_fmt_num(ql_jnum(c, "value", NONE), 4).s, ql_jstr(c, "unit", ""));
     }
     ql_table_end(&v, &t);
     ql_view_note(&v, "To paste:");
-    ql_view_code(&v, ql_buf_str(&block));
+    ql_view_code(&v, ql_jstr(r, "text", ""));
     ql_buf_free(&names);
-    ql_buf_free(&block);
     return ql_view_bundle(&v, r);
 }
 

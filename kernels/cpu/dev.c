@@ -115,7 +115,8 @@ static ql_status cpu_memory(ql_dev *d, ql_dev_memory *out)
                            .total = total,
                            .temperature_c = -1,
                            .power_w = -1,
-                           .utilisation = -1};
+                           .utilisation = -1,
+                           .clock_mhz = -1};
     return QL_OK;
 }
 

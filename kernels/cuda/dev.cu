@@ -18,6 +18,7 @@ static struct {
     nvmlReturn_t (*temperature)(nvmlDevice_t, nvmlTemperatureSensors_t, unsigned *);
     nvmlReturn_t (*power)(nvmlDevice_t, unsigned *);
     nvmlReturn_t (*utilisation)(nvmlDevice_t, nvmlUtilization_t *);
+    nvmlReturn_t (*clock)(nvmlDevice_t, nvmlClockType_t, unsigned *);
     nvmlReturn_t (*driver)(char *, unsigned);
 } nvml;
 
@@ -33,6 +34,7 @@ static int nvml_open(void)
              cu_symbol(lib, "nvmlDeviceGetTemperature", &nvml.temperature) == QL_OK &&
              cu_symbol(lib, "nvmlDeviceGetPowerUsage", &nvml.power) == QL_OK &&
              cu_symbol(lib, "nvmlDeviceGetUtilizationRates", &nvml.utilisation) == QL_OK &&
+             cu_symbol(lib, "nvmlDeviceGetClockInfo", &nvml.clock) == QL_OK &&
              cu_symbol(lib, "nvmlSystemGetDriverVersion", &nvml.driver) == QL_OK && nvml.init() == NVML_SUCCESS;
     if (!ok && !failed_before) ql_error_clear(); /* a missing NVML is not a failure */
     nvml.state = ok ? 1 : -1;
@@ -127,7 +129,7 @@ static ql_status dev_info(ql_dev *d, ql_dev_info *out)
 
 static ql_status dev_memory(ql_dev *d, ql_dev_memory *out)
 {
-    ql_dev_memory m = {d->allocated, d->peak, -1, -1, -1, -1, -1, -1};
+    ql_dev_memory m = {d->allocated, d->peak, -1, -1, -1, -1, -1, -1, -1};
     size_t free_bytes = 0, total = 0;
     QL_TRY(cu_use(d));
     QL_TRY(cu_check(cudaMemGetInfo(&free_bytes, &total), "memory"));
@@ -145,6 +147,7 @@ static ql_status dev_memory(ql_dev *d, ql_dev_memory *out)
         if (nvml.temperature(h, NVML_TEMPERATURE_GPU, &value) == NVML_SUCCESS) m.temperature_c = (int)value;
         if (nvml.power(h, &value) == NVML_SUCCESS) m.power_w = (int)(value / 1000);
         if (nvml.utilisation(h, &u) == NVML_SUCCESS) m.utilisation = (int)u.gpu;
+        if (nvml.clock(h, NVML_CLOCK_SM, &value) == NVML_SUCCESS) m.clock_mhz = (int)value;
     }
     *out = m;
     return QL_OK;

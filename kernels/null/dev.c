@@ -111,7 +111,8 @@ static ql_status null_memory(ql_dev *d, ql_dev_memory *out)
                            .total = d->bytes,
                            .temperature_c = -1,
                            .power_w = -1,
-                           .utilisation = -1};
+                           .utilisation = -1,
+                           .clock_mhz = -1};
     return QL_OK;
 }
 

@@ -1,0 +1,40 @@
+"""`bench` through the real engine on CPU ranks: it measures, it stops, and leaves the devices free."""
+import pytest
+from engine import Engine, job
+from front_end import BUILD, shell
+
+
+@pytest.fixture
+def engine(tmp_path):
+    e = Engine(tmp_path)
+    yield e
+    e.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_rows(engine, world):
+    r = engine.ask("bench", job={"devices": f"cpu:{world}"}, seconds=2)
+    rows = {x["name"]: x for x in r["rows"]}
+    names = ["device copy", "NF4 in one kernel", "NF4 naive", "one kernel is faster by", "host to device", "device to host", "matmul"]
+    assert set(rows) == set(names) | ({"all-gather"} if world > 1 else set())
+    assert all(x["value"] > 0 for x in rows.values())
+    assert "same bits as the host's decoder" in rows["NF4 in one kernel"]["text"] and "same bits" in rows["NF4 naive"]["text"]
+    assert [s["t"] for s in r["seconds"]] == [1, 2] and all(s["tflops"] > 0 for s in r["seconds"])
+    assert all(name in r["text"] for name in rows) and f"{world} × " in r["text"]
+
+
+def test_stop_and_go_on(engine, tmp_path):
+    engine.ask("train", job=job(devices="cpu:2"), run=str(tmp_path / "runs" / "a"))
+    engine.send("bench", job={"devices": "cpu:2"}, seconds=60)
+    while not (engine.event().get("what") == "matmul"):
+        pass
+    engine.socket.sendall(b'{"cmd":"stop"}\n')
+    assert engine.wait(5)[1]["ev"] == "stopped"
+    assert engine.ask("memory")["devices"][0]["arena"] == 0
+    engine.ask("train", job=job(devices="cpu:2"), run=str(tmp_path / "runs" / "b"))
+
+
+def test_the_verb(tmp_path):
+    r = shell("config --devices cpu:1\nbench --seconds 1\n", tmp_path, engine=BUILD / "qlora-engine")
+    assert r.returncode == 0, r.stderr
+    assert "NF4 in one kernel" in r.stdout and "To paste:" in r.stdout and "qlora bench, 1 × " in r.stdout
