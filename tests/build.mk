@@ -91,7 +91,13 @@ tiny: hf-venv
 # as the engine does. CUDA_TESTS: programs that print lines of tests/test.h and end with the number of failures; on a
 # GPU a skip is a failure.
 CUDA_PROG  := $(BUILD)/kernels/err.o $(BUILD)/kernels/ops.o $(BUILD)/kernels/cuda_open.o
-CUDA_TESTS += $(BUILD)/tests/ops_cuda $(BUILD)/tests/attn_check
+CUDA_TESTS += $(BUILD)/tests/ops_cuda $(BUILD)/tests/attn_check $(BUILD)/tests/bnb_cuda $(BUILD)/tests/golden_cuda
+# Unit tests that take --backend=cuda. A machine with a GPU need not have their libraries: two are inside, and BLAS, which
+# only the CPU backend calls, is left out.
+$(BUILD)/tests/bnb_cuda $(BUILD)/tests/golden_cuda: $(BUILD)/tests/%_cuda: $(BUILD)/tests/unit/test_%.o $(LIB)
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) -s $^ -o $@ -Wl,--defsym=cblas_sgemm=0,--defsym=openblas_get_config=0 \
+	    -Wl,--defsym=openblas_set_num_threads=0,-Bstatic -ljansson -lpcre2-8 -Wl,-Bdynamic -lpthread -ldl -lm
 $(BUILD)/tests/bench_cuda: $(BUILD)/tests/cuda/bench.o $(CUDA_PROG)
 	@mkdir -p $(@D)
 	$(CC) $(LDFLAGS) $^ -o $@ -ldl -lm

@@ -227,9 +227,8 @@ static __global__ void __launch_bounds__(WIDE)
         for (int k = 0; k < 8; k++) {
             unsigned im = (k < 4 ? qm.x : qm.y) >> (k % 4 * 8) & 255, iv = (k < 4 ? qv.x : qv.y) >> (k % 4 * 8) & 255;
             m[k] = entry<R>(c1, (int)im) * old1, v[k] = entry<R>(c2, (int)iv) * old2;
-            float grad = gg[k] * s.mul;
-            if (isfinite(grad)) {
-                adam_one(pp[k], m[k], v[k], grad, s, a);
+            if (isfinite(gg[k])) {
+                adam_one(pp[k], m[k], v[k], gg[k] * s.mul, s, a);
             } else {
                 m[k] = v[k] = 0.f;
             }
@@ -241,10 +240,10 @@ static __global__ void __launch_bounds__(WIDE)
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             int im = walk<R>(c1, m[k] / top1, -1.f), iv = walk<R>(c2, v[k] / top2, 0.f);
-            /* the first moment keeps its sign through quantisation */
+            /* The first moment keeps its sign through quantisation; an all-zero block wraps round to 255, as it does in
+             * bitsandbytes. */
             if (signbit(entry<R>(c1, im)) != signbit(m[k])) im += m[k] > 0 ? 1 : -1;
-            im = min(max(im, 0), 255);
-            (k < 4 ? qm.x : qm.y) |= (unsigned)im << (k % 4 * 8);
+            (k < 4 ? qm.x : qm.y) |= ((unsigned)im & 255) << (k % 4 * 8);
             (k < 4 ? qv.x : qv.y) |= (unsigned)iv << (k % 4 * 8);
         }
         *(uint2 *)(m8 + i) = qm, *(uint2 *)(v8 + i) = qv;

@@ -37,9 +37,9 @@ for b in "${builds[@]}"; do
         [ "$f" -eq 0 ] && [ "$p" -gt 0 ] && verdict=PASS || { verdict=FAIL; bad=1; }
         summary+=("$verdict ops $name: $p passed, $f failed, exit $rc, $((SECONDS - start)) s$extra")
     fi
-    for t in wgmma_check attn_check; do
+    for t in wgmma_check attn_check bnb_cuda golden_cuda; do
         [ "${ONLY:-ops}" = ops ] && [ -x "$b/tests/$t" ] || continue
-        timeout 60 "$b/tests/$t" >"$out/$t-$name.txt" 2>&1
+        timeout 90 "$b/tests/$t" --backend=cuda >"$out/$t-$name.txt" 2>&1
         rc=$?
         p=$(grep -c '^ok ' "$out/$t-$name.txt") f=$(grep -c '^not ok ' "$out/$t-$name.txt")
         grep -A12 '^not ok ' "$out/$t-$name.txt" | cut -c1-220 | head -60
