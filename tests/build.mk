@@ -105,9 +105,8 @@ $(BUILD)/tests/%: $(BUILD)/tests/cuda/%.o $(CUDA_PROG)
 	@mkdir -p $(@D)
 	$(CC) $(LDFLAGS) $^ -o $@ -ldl -lpthread -lm
 # Kernels alone on a card, without the backend.
-$(BUILD)/tests/variants $(BUILD)/tests/wgmma_check: $(BUILD)/tests/%: tests/cuda/%.cu $(wildcard kernels/cuda/*.h)
+$(BUILD)/tests/wgmma_check: $(BUILD)/tests/%: tests/cuda/%.cu $(wildcard kernels/cuda/*.h)
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) -gencode arch=compute_90a,code=sm_90a $< -o $@
-cuda-tests: $(CUDA_LIB) $(CUDA_TESTS) $(BUILD)/tests/bench_cuda \
-    $(if $(T4),,$(BUILD)/tests/variants $(BUILD)/tests/wgmma_check)
+cuda-tests: $(CUDA_LIB) $(CUDA_TESTS) $(BUILD)/tests/bench_cuda $(if $(T4),,$(BUILD)/tests/wgmma_check)
 .PHONY: cuda-tests

@@ -370,6 +370,9 @@ ql_status cu_attention_dx(const ql_queue *q, ql_tensor dq, ql_tensor dk, ql_tens
     attn_args x = args_of(qt, k, v, lse, a);
     x.dout = dout.data, x.dout_ld = dout.ld, x.delta = (const float *)delta.data, x.delta_ld = delta.ld;
     x.dq = dq.data, x.dk = dk.data, x.dv = dv.data, x.dq_ld = dq.ld, x.dk_ld = dk.ld, x.dv_ld = dv.ld;
+#ifdef QL_SM90A
+    if (q->stream->dev->arch == 90) return cu_attention_dx90(q, &x, a, qt.dtype);
+#endif
     bool small = a->head_dim <= 64;
     if (q->stream->dev->arch < 80)
         return small ? run_bwd<dq75<64>, dkv75<64>>(q, &x, a) : run_bwd<dq75<128>, dkv75<128>>(q, &x, a);

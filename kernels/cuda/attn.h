@@ -40,7 +40,8 @@ static __device__ __forceinline__ bool sees_all(const doc_view &v, int i, int m,
     return j + n - 1 <= i + v.off && j > i + m - 1 + v.off - v.window && j + n <= v.k_len;
 }
 
-/* attn90.cu: the same on compute capability 9.0's warpgroup products. */
+/* attn90.cu, attn_bwd90.cu: the same on compute capability 9.0's warpgroup products. */
 ql_status cu_attention90(const ql_queue *q, const attn_args *args, const ql_attn *a, ql_dtype dtype);
+ql_status cu_attention_dx90(const ql_queue *q, const attn_args *args, const ql_attn *a, ql_dtype dtype);
 
 #endif

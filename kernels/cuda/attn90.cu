@@ -1,91 +1,12 @@
-/* Flash attention on Hopper's warpgroup products, for compute capability 9.0 alone (this file is compiled for sm_90a and
- * nothing else). A block of three warpgroups stays on its SM and takes one piece of work after another: the first
- * warpgroup copies tiles into a ring of stages, the two others multiply. */
-#include "kernels/cuda/attn.h"
-#include "kernels/cuda/wgmma.h"
-
-enum { THREADS = 384, PRODUCER_REGS = 40, CONSUMER_REGS = 232, CONSUMER_WARPS = 8 };
-
-/* Work is dealt heaviest first, forwards in one round and backwards in the next, so that blocks get equal sums. */
-static __device__ __forceinline__ int dealt(int round)
-{
-    return round * (int)gridDim.x + (int)(round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-}
-
-static __device__ __forceinline__ int warpgroup(void)
-{
-    return __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0);
-}
-/* A consumer warp has done with a stage. */
-static __device__ __forceinline__ void release(unsigned bar)
-{
-    if (threadIdx.x % 32 == 0) bar_arrive(bar);
-}
-
-/* acc (64, N) = A (64 rows at a, DP) · B (N rows at b, DP)ᵀ; a and b are K-major tiles of A_ROWS and N rows. */
-template <int DTYPE, int DP, int A_ROWS, int N>
-static __device__ __forceinline__ void product_nt(float (&acc)[N / 2], unsigned a, unsigned b)
-{
-    uint64_t da = desc_k_major(a), db = desc_k_major(b);
-#pragma unroll
-    for (int k = 0; k < DP / 16; k++)
-        wgmma<DTYPE, N, 0>(acc, desc_add(da, k / 4 * A_ROWS * 128 + k % 4 * 32), desc_add(db, k / 4 * N * 128 + k % 4 * 32),
-                           k > 0);
-}
-/* acc (64, DP) += P (64, K) · B (K rows at b, DP); P in registers, four for every 16 columns. */
-template <int DTYPE, int DP, int K>
-static __device__ __forceinline__ void product_nn(float (&acc)[DP / 2], const unsigned (&p)[K / 4], unsigned b)
-{
-    uint64_t db = desc_n_major(b, K * 128);
-#pragma unroll
-    for (int k = 0; k < K / 16; k++) wgmma<DTYPE, DP, 1>(acc, p + 4 * k, desc_add(db, k * 2048), 1);
-}
-template <int DTYPE, int N>
-static __device__ __forceinline__ void round_pairs(unsigned (&p)[N / 4], const float (&s)[N / 2])
-{
-#pragma unroll
-    for (int i = 0; i < N / 4; i++) p[i] = cu_pair(s[2 * i], s[2 * i + 1], DTYPE);
-}
-
-/* Rows g and g + 8 of this warp's 16 (from row `first`, of which n are there), times by[0] and by[1]. The four lanes of a
- * row exchange words until each has 16 bytes. */
-template <int DTYPE, int DP>
-static __device__ __forceinline__ void rows_store(char *to, int64_t ld, int first, int n, int d, const float (&acc)[DP / 2],
-                                                  const float by[2])
-{
-    int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        int row = first + g + 8 * half;
-        char *p = to + row * ld * 2;
-#pragma unroll
-        for (int m = 0; m < DP / 32; m++) {
-            unsigned x[4], a, b;
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                const float *v = acc + 16 * m + 4 * k + 2 * half;
-                x[k] = cu_pair(v[0] * by[half], v[1] * by[half], DTYPE);
-            }
-            a = __shfl_xor_sync(0xffffffffu, t & 1 ? x[0] : x[1], 1);
-            b = __shfl_xor_sync(0xffffffffu, t & 1 ? x[2] : x[3], 1);
-            if (t & 1)
-                x[0] = a, x[2] = b;
-            else
-                x[1] = a, x[3] = b;
-            a = __shfl_xor_sync(0xffffffffu, t & 2 ? x[0] : x[2], 2);
-            b = __shfl_xor_sync(0xffffffffu, t & 2 ? x[1] : x[3], 2);
-            uint4 w = t & 2 ? make_uint4(a, b, x[2], x[3]) : make_uint4(x[0], x[1], a, b);
-            int col = (4 * m + t) * 8;
-            if (row < n && col < d) *(uint4 *)(p + col * 2) = w;
-        }
-    }
-}
+/* Flash attention's forward on Hopper's warpgroup products, for compute capability 9.0 alone (this file is compiled for
+ * sm_90a and nothing else). */
+#include "kernels/cuda/attn90.h"
 
 /* ---- forward: 128 queries of one head, 64 a consumer, against 128 keys at a time -------------------- */
 
 template <int DTYPE_, int DP_>
 struct fwd90 {
-    enum { DTYPE = DTYPE_, DP = DP_, BM = 128, BN = 128, STAGES = 2, Q = BM * DP * 2, KV = BN * DP * 2 };
+    enum { DTYPE = DTYPE_, DP = DP_, BM = 128, BN = 128, STAGES = 3, Q = BM * DP * 2, KV = BN * DP * 2 };
     enum { BARS = 2 + 4 * STAGES, BYTES = Q + 2 * STAGES * KV + BARS * 8 + 1024 };
 };
 template <class C>
@@ -104,34 +25,14 @@ struct fwd_smem {
     __device__ unsigned empty_v(int s) const { return full_k(3 * C::STAGES + s); }
 };
 
-/* One piece of work, and the key tiles it sees. */
-struct fwd_work {
-    doc_view doc;
-    int h, kv, m0, first, last;
-};
-template <class C>
-static __device__ __forceinline__ bool fwd_take(const attn_args &a, int heads, int docs, int item, fwd_work *w)
-{
-    int tiles = a.tiles, level = item / (docs * heads), rest = item - level * docs * heads;
-    int doc = rest / heads;
-    w->h = rest - doc * heads, w->kv = w->h / a.group, w->m0 = (tiles - 1 - level) * C::BM;
-    w->doc = doc_of(a, doc);
-    if (w->m0 >= w->doc.q_len) return false;
-    int hi = min(w->doc.k_len, min(w->m0 + C::BM, w->doc.q_len) + w->doc.off);
-    int lo = max(0, w->m0 + w->doc.off - w->doc.window + 1);
-    w->last = hi > lo ? (hi - 1) / C::BN : -1, w->first = hi > lo ? lo / C::BN : 0;
-    return true;
-}
-
 template <class C>
 static __device__ __forceinline__ void fwd_produce(const attn_args &a, const fwd_smem<C> &s, int heads, int docs)
 {
     flight f = {0, 0};
     unsigned n = 0, pieces = 0; /* tiles and pieces so far: they give stage and parity */
-    int items = a.tiles * docs * heads;
-    for (int round = 0, item; round * (int)gridDim.x < items; round++) {
-        fwd_work w;
-        if ((item = dealt(round)) >= items || !fwd_take<C>(a, heads, docs, item, &w) || w.last < w.first) continue;
+    q_work w;
+    for (int round = 0; q_next<C>(a, heads, docs, round, &w); round++) {
+        if (!w.live || w.last < w.first) continue;
         const char *kp = (const char *)a.k + (w.doc.k0 * a.k_ld + w.kv * a.d) * 2;
         const char *vp = (const char *)a.v + (w.doc.k0 * a.v_ld + w.kv * a.d) * 2;
         const char *qp = (const char *)a.q + (w.doc.q0 * a.q_ld + w.h * a.d) * 2;
@@ -194,11 +95,10 @@ static __device__ __forceinline__ void fwd_consume(const attn_args &a, const fwd
     constexpr int DP = C::DP, BN = C::BN;
     int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = (int)threadIdx.x / 32 % 4;
     unsigned n = 0, pieces = 0;
-    int items = a.tiles * docs * heads;
     float scale2 = a.scale * LOG2E;
-    for (int round = 0, item; round * (int)gridDim.x < items; round++) {
-        fwd_work w;
-        if ((item = dealt(round)) >= items || !fwd_take<C>(a, heads, docs, item, &w)) continue;
+    q_work w;
+    for (int round = 0; q_next<C>(a, heads, docs, round, &w); round++) {
+        if (!w.live) continue;
         int i0 = w.m0 + mine * 64 + warp * 16;
         float s[BN / 2], o[DP / 2], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, old[2];
         unsigned p[BN / 4], sq = sm.q + mine * 64 * 128;

@@ -17,9 +17,10 @@ CUDA_HEADERS := build/cuda-headers
 CUDA_LIB     := $(BUILD)/libqlora-cuda.so
 CUDA_SRC     := $(filter-out %90.cu,$(wildcard kernels/cuda/*.cu))
 ifneq ($(filter 90,$(if $(T4),,$(CUDA_ARCH))),)
-# Warpgroup products exist on sm_90a alone: one file, chosen at run time on exactly that card.
-CUDA_SRC     += kernels/cuda/attn90.cu
-$(BUILD)/kernels/cuda/attn90.o: CUDA_GEN := -gencode arch=compute_90a,code=sm_90a
+# Warpgroup products exist on sm_90a alone: files of their own, chosen at run time on exactly that card.
+CUDA_SRC90   := $(wildcard kernels/cuda/*90.cu)
+CUDA_SRC     += $(CUDA_SRC90)
+$(CUDA_SRC90:%.cu=$(BUILD)/%.o): CUDA_GEN := -gencode arch=compute_90a,code=sm_90a
 $(BUILD)/kernels/cuda/attn.o: CUDA_GEN += -DQL_SM90A
 endif
 CUDA_OBJ     := $(CUDA_SRC:%.cu=$(BUILD)/%.o)

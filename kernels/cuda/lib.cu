@@ -138,3 +138,25 @@ ql_status ql_cuda_backend(const ql_backend **out)
     return QL_OK;
 }
 }
+
+ql_status cu_resident(const ql_dev *d, const void *kernel, unsigned threads, int *out)
+{
+    enum { MAX = 64 };
+    static struct {
+        const void *kernel;
+        unsigned threads;
+        int device, blocks;
+    } seen[MAX];
+    static int n;
+    for (int i = 0; i < n; i++) {
+        if (seen[i].kernel != kernel || seen[i].threads != threads || seen[i].device != d->index) continue;
+        *out = seen[i].blocks;
+        return QL_OK;
+    }
+    int blocks = 0;
+    QL_TRY(cu_use(d));
+    QL_TRY(cu_check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, (int)threads, 0), "occupancy"));
+    *out = blocks > 0 ? blocks : 1;
+    if (n < MAX) seen[n].kernel = kernel, seen[n].threads = threads, seen[n].device = d->index, seen[n++].blocks = *out;
+    return QL_OK;
+}

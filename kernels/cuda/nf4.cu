@@ -3,7 +3,7 @@
 
 enum {
     THREADS = 256,
-    DEPTH = 4,                     /* independent 4-byte loads of a thread */
+    DEPTH = 2,                     /* independent 4-byte loads of a thread */
     TILE = THREADS * DEPTH * 8,    /* weights of a block */
     MAX_WEIGHTS = 8,
 };
@@ -24,7 +24,7 @@ struct weight {
 };
 struct weights {
     weight w[MAX_WEIGHTS];
-    int n, cut_parts; /* cut_parts: a tile may lie in two pieces */
+    int n, cut_parts, ask; /* cut_parts: a tile may lie in two pieces; ask: not all are COMMON */
 };
 
 /* fl(fl(code2[q]·absmax2) + offset): two roundings. */
@@ -42,46 +42,54 @@ static __device__ __forceinline__ void store8(void *out, int64_t at, const float
     cu_store(t, at, v, 8);
 }
 
+/* As many blocks an SM as its threads allow. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define DEQUANT_BLOCKS 4
+#else
+#define DEQUANT_BLOCKS 8
+#endif
+
+/* What a dequantise kernel knows beforehand: COMMON is nested scales and no rounding but the output's; else it asks. */
+enum { COMMON, ASK };
+
 /* K a multiple of 8, rows 16-byte aligned, fewer than 2³¹ weights: a thread turns 4 bytes into 8 values, DEPTH times.
- * A warp reads 128 and writes 512 consecutive bytes; 8 lanes share a scale. */
-template <int OUT, int PARTS>
-static __global__ void __launch_bounds__(THREADS) dequant(const __grid_constant__ weights all)
+ * A warp reads 128 and writes 512 consecutive bytes; 8 lanes share a scale. Everything that does not depend on another
+ * load is loaded first; many small blocks do better than fewer deep ones, and than blocks that stay. */
+template <int OUT, int PARTS, int KIND>
+static __global__ void __launch_bounds__(THREADS, DEQUANT_BLOCKS) dequant(const __grid_constant__ weights all)
 {
     __shared__ float lut[16];
     int m = 0;
     while (m + 1 < all.n && blockIdx.x >= all.w[m + 1].first) m++;
     const weight &w = all.w[m];
-    unsigned chunk = (blockIdx.x - w.first) * (TILE / 8) + threadIdx.x, chunks = (unsigned)(w.total / 8);
-    unsigned per_part = (unsigned)(w.part / 8); /* chunks of a piece */
-    unsigned p0 = PARTS ? (blockIdx.x - w.first) * (TILE / 8) / per_part : 0;
-    unsigned bits[DEPTH];
-    float scale[DEPTH];
+    unsigned first = (blockIdx.x - w.first) * (TILE / 8), chunk = first + threadIdx.x, chunks = (unsigned)(w.total / 8);
+    unsigned per_part = (unsigned)(w.part / 8), p0 = PARTS > 1 ? 0 : first / per_part; /* chunks of a piece */
+    bool full = first + TILE / 8 <= chunks, nested = KIND == COMMON || w.nested;
+    unsigned bits[DEPTH], q[DEPTH];
+    float scale[DEPTH]; /* of a nested one, first absmax2 */
+#pragma unroll
+    for (int k = 0; k < DEPTH; k++) {
+        unsigned c = chunk + k * THREADS, p = PARTS > 1 ? c / per_part : p0, in = c - p * per_part;
+        if (!full && c >= chunks) continue;
+        unsigned block = in >> (w.block_log - 3);
+        bits[k] = __ldcs((const unsigned *)w.packed[p] + in);
+        q[k] = nested ? __ldg((const uint8_t *)w.absmax[p] + block) : 0u;
+        scale[k] = nested ? __ldg(w.absmax2[p] + (block >> w.block2_log)) : __ldg((const float *)w.absmax[p] + block);
+    }
     if (threadIdx.x < 16) lut[threadIdx.x] = w.code[threadIdx.x];
-#pragma unroll
-    for (int k = 0; k < DEPTH; k++) {
-        unsigned c = chunk + k * THREADS;
-        unsigned p = PARTS == 2 ? c / per_part : p0, in = c - p * per_part;
-        if (c < chunks) bits[k] = __ldcs((const unsigned *)w.packed[p] + in);
-    }
-#pragma unroll
-    for (int k = 0; k < DEPTH; k++) {
-        unsigned c = chunk + k * THREADS;
-        unsigned p = PARTS == 2 ? c / per_part : p0, in = c - p * per_part;
-        if (c < chunks) scale[k] = scale_of(w, (int)p, in >> (w.block_log - 3));
-    }
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < DEPTH; k++) {
-        unsigned c = chunk + k * THREADS;
-        if (c >= chunks) break;
-        unsigned row = (__umulhi(c, w.magic) + c) >> w.shift, col = c - row * w.cols8;
+        unsigned c = chunk + k * THREADS, row = (__umulhi(c, w.magic) + c) >> w.shift, col = c - row * w.cols8;
         float v[8];
+        if (!full && c >= chunks) continue;
+        if (nested) scale[k] = __fadd_rn(__fmul_rn(__ldg(w.code2 + q[k]), scale[k]), w.offset);
 #pragma unroll
         for (int e = 0; e < 8; e++) {
             /* byte e/2; the first weight of a byte is its high nibble */
             unsigned nibble = bits[k] >> (e / 2 * 8 + (e % 2 ? 0 : 4)) & 15;
             v[e] = __fmul_rn(lut[nibble], scale[k]);
-            if (w.state != OUT && w.state != QL_F32) v[e] = cu_round(v[e], w.state);
+            if (KIND == ASK) v[e] = cu_round(v[e], w.state);
         }
         store8<OUT>(w.out, (int64_t)row * w.ld + col * 8, v);
     }
@@ -135,7 +143,8 @@ static bool fast(ql_tensor out, const ql_nf4 *w)
 template <int OUT>
 static ql_status launch_dequant(const ql_queue *q, const weights *all, unsigned blocks)
 {
-    auto kernel = all->cut_parts ? dequant<OUT, 2> : dequant<OUT, 1>;
+    auto kernel = all->cut_parts ? (all->ask ? dequant<OUT, 2, ASK> : dequant<OUT, 2, COMMON>)
+                                 : (all->ask ? dequant<OUT, 1, ASK> : dequant<OUT, 1, COMMON>);
     return cu_launch(q, "nf4_dequant", kernel, blocks, THREADS, 0, *all);
 }
 
@@ -156,6 +165,7 @@ ql_status cu_nf4_dequant(const ql_queue *q, const ql_tensor *out, const ql_nf4 *
             one.first = blocks;
             blocks += cu_blocks(one.total, TILE);
             all.cut_parts |= w[i].parts > 1 && w[i].part % TILE != 0;
+            all.ask |= !one.nested || (one.state != dtype && one.state != QL_F32);
             all.w[all.n++] = one;
         }
         if (!all.n) continue;

@@ -147,6 +147,60 @@ static __device__ __forceinline__ void bar_wait(unsigned bar, unsigned parity)
         if (tries > 1u << 22) __trap();
 }
 
+/* ---- clusters: blocks that run at once and read each other's shared memory ---- */
+
+static __device__ __forceinline__ void cluster_sync(void)
+{
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+/* Barriers just made are seen by the cluster. */
+static __device__ __forceinline__ void bars_shown(void)
+{
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+/* What lies at this address in the shared memory of the cluster's block `rank`. */
+static __device__ __forceinline__ unsigned address_in(unsigned address, int rank)
+{
+    unsigned r;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
+    return r;
+}
+static __device__ __forceinline__ void bar_arrive_at(unsigned bar, int rank)
+{
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(bar, rank)) : "memory");
+}
+/* bar_wait for what other blocks wrote before they arrived. */
+static __device__ __forceinline__ void bar_wait_cluster(unsigned bar, unsigned parity)
+{
+    for (unsigned tries = 0, over = 0; !over; tries++) {
+        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+                     "selp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(over)
+                     : "r"(bar), "r"(parity)
+                     : "memory");
+        if (tries > 1u << 22) __trap();
+    }
+}
+static __device__ __forceinline__ float4 shared_get4(unsigned address, int rank)
+{
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address_in(address, rank))
+                 : "memory");
+    return v;
+}
+static __device__ __forceinline__ void shared_put4(unsigned address, float4 v)
+{
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+static __device__ __forceinline__ float2 shared_pair(unsigned address)
+{
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
 /* ---- a producer's cp.async copies: batches that arrive at their barriers when they have landed ---- */
 
 /* Batches land in order; the two youngest are left under way. Products read shared memory by another path than the one

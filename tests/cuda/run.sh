@@ -46,11 +46,6 @@ for b in "${builds[@]}"; do
         [ "$f" -eq 0 ] && [ $rc -eq 0 ] && [ "$p" -gt 0 ] && verdict=PASS || { verdict=FAIL; bad=1; }
         summary+=("$verdict $t $name: $p passed, $f failed, exit $rc")
     done
-    if [ "${ONLY:-bench}" = bench ] && [ -x "$b/tests/variants" ] && [ -z "${BENCH:-}" ]; then
-        timeout 120 "$b/tests/variants" >"$out/variants-$name.txt" 2>&1
-        summary+=("$([ $? -eq 0 ] && echo PASS || echo FAIL) variants $name")
-        cat "$out/variants-$name.txt"
-    fi
     if [ "${ONLY:-bench}" = bench ] && { [ "$name" != build-t4 ] || [ -n "${BENCH:-}" ]; }; then
         timeout 180 "$b/tests/bench_cuda" ${BENCH:-} >"$out/bench-$name.txt" 2>&1
         rc=$?
