@@ -245,13 +245,32 @@ ql_status ql_exec_gather(ql_rank *r, int64_t layer, int slot)
     return dev->record(r->side, r->slot_full[slot]);
 }
 
-static ql_status do_head(ql_rank *r, const ql_action *a, int flight)
+/* Rows with a target of the micro-batches that the ranks bring to the k-th loss of this plan. */
+static void rows_of_all(const ql_rank *r, const ql_plan *p, const ql_step_data *d, int k, ql_head_peers *out)
+{
+    const ql_choice *c = &r->spec->choice;
+    *out = (ql_head_peers){.be = r->set.be, .comm = r->comm};
+    for (int i = 0; i < c->world && i < QL_PIECES; i++) {
+        int mb = ql_plan_first(c, i) + k;
+        int64_t t, targets, at = (d->first + mb) * d->batch;
+        if (mb >= ql_min64(ql_plan_first(c, i + 1), p->g)) continue;
+        ql_batch_measure(d->data, d->order + at, ql_min64(d->batch, d->n - at), r->spec->round, &t, &targets);
+        out->rows[i] = ql_max64(r->spec->round, ql_round_up(targets, r->spec->round));
+    }
+}
+
+static ql_status do_head(ql_rank *r, const ql_action *a, const ql_plan *p, const ql_step_data *d, int flight)
 {
     ql_mem *m = r->mem;
-    ql_micro *mb = &r->micro[flight];
-    ql_tensor h = ql_rows(ql_mem_h(m, flight, r->spec->choice.layers), 0, mb->rows);
-    ql_tensor dh = r->spec->choice.train && mb->step > 0 ? ql_rows(m->dh[flight], 0, mb->rows) : QL_NONE;
-    return ql_head_loss(&m->head, &m->shape, &r->q, mb, h, dh, ql_vec(m->losses + a->mb, QL_F32, 1), m->ctl);
+    ql_micro *mb = a->mb < 0 ? NULL : &r->micro[flight];
+    ql_head_want want = r->spec->choice.train && d->step > 0 ? QL_HEAD_GRAD : QL_HEAD_LOSS;
+    ql_tensor h = mb ? ql_rows(ql_mem_h(m, flight, r->spec->choice.layers), 0, mb->rows) : QL_NONE;
+    ql_tensor dh = mb && want == QL_HEAD_GRAD ? ql_rows(m->dh[flight], 0, mb->rows) : QL_NONE;
+    ql_tensor loss = mb ? ql_vec(m->losses + a->mb, QL_F32, 1) : QL_NONE;
+    ql_head_peers peers;
+    if (m->head.world == 1) return ql_head_loss(&m->head, &m->shape, &r->q, NULL, want, mb, h, dh, loss, m->ctl);
+    rows_of_all(r, p, d, r->heads++, &peers);
+    return ql_head_loss(&m->head, &m->shape, &r->q, &peers, want, mb, h, dh, loss, m->ctl);
 }
 
 /* ---- the step --------------------------------------------------------------------------------- */
@@ -276,26 +295,26 @@ static ql_status do_sum(ql_rank *r, const ql_action *a, int g)
     }
 }
 
-static ql_status run_action(ql_rank *r, const ql_action *a, const ql_step_data *d, int flight, int g)
+static ql_status run_action(ql_rank *r, const ql_action *a, const ql_plan *p, const ql_step_data *d, int flight)
 {
     switch ((ql_do)a->what) {
     case QL_DO_GATHER: return ql_exec_gather(r, a->layer, a->slot);
     case QL_DO_RELEASE: return dev_of(r)->record(r->compute, r->slot_free[a->slot]);
     case QL_DO_BATCH: return do_batch(r, a, d, flight);
     case QL_DO_F: return do_forward(r, a, flight);
-    case QL_DO_HEAD: return do_head(r, a, flight);
+    case QL_DO_HEAD: return do_head(r, a, p, d, flight);
     case QL_DO_R: return do_recompute(r, a, flight);
     case QL_DO_B: return do_backward(r, a, flight);
     case QL_DO_SAVE:
     case QL_DO_LOAD: return do_move(r, a, flight);
-    default: return do_sum(r, a, g);
+    default: return do_sum(r, a, p->g);
     }
 }
 
 static int collective(const ql_rank *r, const ql_action *a)
 {
     if (r->set.world == 1) return 0;
-    return a->what == QL_DO_REDUCE || a->what == QL_DO_STEP ||
+    return a->what == QL_DO_REDUCE || a->what == QL_DO_STEP || (a->what == QL_DO_HEAD && r->mem->head.world > 1) ||
            (a->what == QL_DO_GATHER && r->spec->choice.store[a->layer] == QL_STORE_SHARDED);
 }
 
@@ -347,7 +366,7 @@ static ql_status run_plan(ql_rank *r, const ql_plan *p, const ql_step_data *d)
     ql_status st = QL_OK;
     int from = ql_plan_first(&r->spec->choice, r->set.rank), layers_done = 0;
     ql_rank_state *me = &r->set.shared->rank[r->set.rank];
-    r->stack = 0;
+    r->stack = 0, r->heads = 0;
     me->at_stop = 0;
     ql_rank_at(r, d->step > 0 ? QL_AT_STEP : QL_AT_EVAL);
     for (int i = 0; i < p->count; i++) {
@@ -357,7 +376,7 @@ static ql_status run_plan(ql_rank *r, const ql_plan *p, const ql_step_data *d)
         if (a->what != QL_DO_STEP && (st = ql_exec_stop_point(r)) != QL_OK) break;
         if (collective(r, a)) ql_exec_enter(r);
         int flight = a->mb < 0 ? 0 : (a->mb - from) % r->mem->flights;
-        QL_TRY(run_action(r, a, d, flight, p->g));
+        QL_TRY(run_action(r, a, p, d, flight));
         QL_TRY(pace(r, a, &layers_done));
         me->beat++;
     }

@@ -120,9 +120,10 @@ static ql_status forward(gen *g, const int32_t *ids, int64_t n, int64_t at)
         act.h = ql_mem_h(m, 0, l);
         QL_GO(ql_layer_forward(&ly, &act, ql_mem_h(m, 0, l + 1)));
     }
-    QL_GO(ql_head_logits(&m->head, &m->shape, &r->q, ql_rows(ql_mem_h(m, 0, layers), 0, t), ql_vec(sg->dev + sg->at_index, QL_I32, 1),
+    ql_head_peers peers = {.be = r->set.be, .comm = r->comm};
+    QL_GO(ql_head_logits(&m->head, &m->shape, &r->q, &peers, ql_rows(ql_mem_h(m, 0, layers), 0, t), ql_vec(sg->dev + sg->at_index, QL_I32, 1),
                          g->logits));
-    QL_GO(dev->copy(r->compute, g->row, g->logits.data, g->logits.cols * 4));
+    QL_GO(dev->copy(r->compute, g->row, g->logits.data, r->spec->model->cfg.vocab * 4));
     QL_GO(dev->sync(r->compute));
     r->set.shared->rank[r->set.rank].beat++;
 out:
@@ -292,8 +293,9 @@ static ql_status open_gen(gen *g, ql_worker *w, const json_t *c)
     if (!g->k || !g->v || !g->row || !g->rank_of) QL_FAIL(QL_ENOMEM, "generate: no memory");
     QL_TRY(ql_tok_open(w->task->model->path, &g->tok));
     read_stops(g, w->task->model->path);
-    QL_TRY(w->rank->set.be->dev->alloc(w->rank->dev, cfg->vocab * 4, &g->logits_mem));
-    g->logits = ql_mat(g->logits_mem, QL_F32, 1, cfg->vocab, cfg->vocab);
+    int64_t wide = QL_PIECES * w->rank->mem->head.piece; /* the vocabulary in whole pieces */
+    QL_TRY(w->rank->set.be->dev->alloc(w->rank->dev, wide * 4, &g->logits_mem));
+    g->logits = ql_mat(g->logits_mem, QL_F32, 1, wide, wide);
     w->p->shared->rank[w->p->rank].at_stop = 0;
     return QL_OK;
 }

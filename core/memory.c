@@ -86,7 +86,7 @@ ql_status ql_mem_open(const ql_spec *spec, int rank, ql_mem **out)
     }
     QL_GO(tables(m));
     QL_GO(state_runs(m));
-    ql_head_init(&m->head, &m->shape, spec->head_chunk, spec->smoothing, 0, QL_PIECES);
+    ql_head_init(&m->head, &m->shape, spec->head_chunk, spec->smoothing, rank, ql_plan_head_world(c));
 out:
     if (st == QL_OK)
         *out = m;

@@ -31,6 +31,19 @@ int ql_plan_grad_buffers(const ql_choice *c)
     return n;
 }
 
+static int moves(const ql_choice *c, int layer)
+{
+    return c->store[layer] == QL_STORE_SHARDED || c->store[layer] == QL_STORE_HOST;
+}
+
+int ql_plan_head_world(const ql_choice *c)
+{
+    if (c->world == 1 || 8 % c->world) return 1;
+    for (int l = 0; l < c->layers; l++)
+        if (moves(c, l)) return c->world;
+    return 1;
+}
+
 int ql_plan_flights(const ql_choice *c)
 {
     return c->schedule == QL_BREADTH ? (c->g + c->world - 1) / c->world : 1;
@@ -70,11 +83,6 @@ static void add(builder *b, ql_do what, int mb, int layer, int slot)
         p->capacity = cap;
     }
     p->a[p->count++] = (ql_action){(uint8_t)what, (int16_t)mb, (int16_t)layer, (int16_t)slot};
-}
-
-static int moves(const ql_choice *c, int layer)
-{
-    return c->store[layer] == QL_STORE_SHARDED || c->store[layer] == QL_STORE_HOST;
 }
 
 static void gather(builder *b, int layer)
@@ -158,7 +166,7 @@ static int shares(const ql_choice *c)
 {
     for (int l = 0; c->world > 1 && l < c->layers; l++)
         if (c->store[l] == QL_STORE_SHARDED) return 1;
-    return 0;
+    return ql_plan_head_world(c) > 1;
 }
 
 static int last(const ql_choice *c, int rank, int g)
@@ -182,8 +190,9 @@ static int passes(const builder *b, int rank, int g)
 }
 
 /* All layers forward, the loss, all layers backward, for the micro-batches [lo, hi): each layer for all of them, then the next, which
- * divides gathers and dequantisations by their number. lo = hi: only the gathers. */
-static void pass(builder *b, int lo, int hi, int more)
+ * divides gathers and dequantisations by their number. lo = hi: only the gathers. heads: losses of this pass, in which ranks that
+ * share the head take part with or without rows of their own. */
+static void pass(builder *b, int lo, int hi, int heads, int more)
 {
     const ql_choice *c = b->c;
     int n = hi > lo ? hi - lo : 1, top = c->layers - 1;
@@ -195,6 +204,7 @@ static void pass(builder *b, int lo, int hi, int more)
         if (c->train) load(b, mb, top);
         add(b, QL_DO_HEAD, mb, -1, -1);
     }
+    for (int i = hi - lo; i < heads; i++) add(b, QL_DO_HEAD, -1, -1, -1);
     for (int l = top; c->train && l >= c->first; l--)
         for (int i = 0; i < n; i++)
             backward(b, hi > lo ? lo + i : -1, l, i + 1 < n ? l : l > c->first ? l - 1 : more ? 0 : l);
@@ -203,8 +213,11 @@ static void pass(builder *b, int lo, int hi, int more)
 static void build(builder *b, int rank, int g)
 {
     const ql_choice *c = b->c;
-    int lo = (int)ql_min64(ql_plan_first(c, rank), g), to = last(c, rank, g), most = 0, from = lo;
-    for (int r = 0; r < c->world; r++) most = (int)ql_max64(most, passes(b, r, g));
+    int lo = (int)ql_min64(ql_plan_first(c, rank), g), to = last(c, rank, g), most = 0, from = lo, at[QL_MAX_WORLD];
+    for (int r = 0; r < c->world; r++) {
+        most = (int)ql_max64(most, passes(b, r, g));
+        at[r] = (int)ql_min64(ql_plan_first(c, r), g);
+    }
     if (!shares(c)) most = passes(b, rank, g);
     for (int i = 0; i < most; i++) {
         int hi = lo < to ? pass_end(b, rank, lo, to) : lo;
@@ -212,7 +225,13 @@ static void build(builder *b, int rank, int g)
             if (lo > from) piece_done(b);
             piece_begin(b);
         }
-        pass(b, lo, hi, i + 1 < most);
+        int heads = 0;
+        for (int r = 0; ql_plan_head_world(c) > 1 && r < c->world; r++) {
+            int end = at[r] < last(c, r, g) ? pass_end(b, r, at[r], last(c, r, g)) : at[r];
+            heads = (int)ql_max64(heads, end - at[r]);
+            at[r] = end;
+        }
+        pass(b, lo, hi, heads, i + 1 < most);
         lo = hi;
     }
 }

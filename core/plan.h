@@ -10,7 +10,7 @@ typedef enum {
     QL_DO_RELEASE, /* the slot may be filled again once the compute so far is done */
     QL_DO_BATCH,   /* micro-batch mb to the device, its embedding rows into h[0] */
     QL_DO_F,       /* h[layer+1] = block(h[layer]) */
-    QL_DO_HEAD,    /* loss of mb and the gradient of h[L] */
+    QL_DO_HEAD,    /* loss of mb and the gradient of h[L]; where ranks share the head all do it together, mb −1 on one without */
     QL_DO_R,       /* recompute what backward of the layer lacks */
     QL_DO_B,       /* gradient of h[layer+1] → of h[layer]; adapter gradients added */
     QL_DO_SAVE,    /* h[layer] to host memory */
@@ -57,6 +57,8 @@ int ql_plan_pieces(int g, int exact_worlds);
 int ql_plan_first(const ql_choice *c, int rank);
 /* Gradient buffers that a rank's stack needs: 1 + log2(pieces per rank), or 1. */
 int ql_plan_grad_buffers(const ql_choice *c);
+/* Ranks that share the head: all, where weights of layers move too and the head's 8 pieces divide evenly; else 1, each has it whole. */
+int ql_plan_head_world(const ql_choice *c);
 /* h, kept activations: how many micro-batches are alive at once. */
 int ql_plan_flights(const ql_choice *c);
 

@@ -233,16 +233,16 @@ static ql_status load_small(ql_rank *r, int64_t l)
     return QL_OK;
 }
 
-/* A matrix of the file in chunks of rows, through the workspace, into the compute dtype. */
-static ql_status load_matrix(ql_rank *r, const ql_param *p, ql_tensor to)
+/* Rows [from, from + to.rows) of a matrix of the file, in chunks through the workspace, into the compute dtype. */
+static ql_status load_matrix(ql_rank *r, const ql_param *p, int64_t from, ql_tensor to)
 {
     int64_t row = p->cols * (int64_t)ql_dtype_size(p->dtype), chunk = ql_max64(1, QL_WORK_BYTES / row);
     ql_tensor flag = ql_vec(r->mem->flag, QL_I32, 1);
     int32_t bad = 0;
     QL_TRY(dev_of(r)->set(r->compute, flag.data, 0, 4));
-    for (int64_t at = 0; at < p->rows; at += chunk) {
-        int64_t n = ql_min64(chunk, p->rows - at);
-        const char *src = (const char *)p->data + at * row;
+    for (int64_t at = 0; at < to.rows; at += chunk) {
+        int64_t n = ql_min64(chunk, to.rows - at);
+        const char *src = (const char *)p->data + (from + at) * row;
         ql_tensor raw = ql_mat(r->mem->op_work, p->dtype, n, p->cols, p->cols);
         QL_TRY(dev_of(r)->copy(r->compute, raw.data, src, n * row));
         QL_TRY(ql_convert(&r->q, ql_rows(to, at, n), raw));
@@ -256,6 +256,14 @@ static ql_status load_matrix(ql_rank *r, const ql_param *p, ql_tensor to)
         QL_FAIL(QL_EINVAL, "%s holds NaN or infinite values (as %s): the file is damaged, or this dtype is too narrow for it", p->name,
                 ql_dtype_name(to.dtype));
     return QL_OK;
+}
+
+/* The pieces of the head that this rank holds, as far as the vocabulary goes. */
+static ql_status load_head(ql_rank *r)
+{
+    const ql_head *h = &r->mem->head;
+    int64_t from = h->first * h->piece, n = ql_min64(h->vocab, from + h->count * h->piece) - from;
+    return n > 0 ? load_matrix(r, &r->spec->model->head, from, ql_rows(h->w, 0, n)) : QL_OK;
 }
 
 static ql_status load_layer(ql_rank *r, ql_loader *ld, int64_t l)
@@ -307,7 +315,7 @@ ql_status ql_rank_load(ql_rank *r)
         if (r->set.progress) r->set.progress(r->set.ctx, "load", l + 1, n + 1);
     }
     QL_GO(load_vector(r, &model->norm, m->head.norm));
-    QL_GO(load_matrix(r, &model->head, ql_rows(m->head.w, 0, model->cfg.vocab)));
+    QL_GO(load_head(r));
     /* Quantising wrote over the scratch: what lies outside base and adapters has to be zero. */
     for (int g = 0; g < QL_GROUPS; g++) {
         ql_tensor w = m->scratch.w[g];

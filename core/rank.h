@@ -63,6 +63,7 @@ typedef struct ql_rank {
     int64_t host_h_bytes, host_state_bytes;
     int64_t version;                           /* of the adapters */
     int stack;                                 /* gradient buffers in use */
+    int heads;                                 /* losses of the plan at work so far */
     ql_batch batch;
     ql_optim optim;
     ql_micro *micro;                           /* (flights) */

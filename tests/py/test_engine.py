@@ -234,3 +234,16 @@ def test_the_engine_is_killed(tmp_path):
             break
         time.sleep(0.02)
     assert not [p for p in pids if alive(p)], "ranks outlive the engine"
+
+
+def test_text_is_the_same_from_a_shared_head(engine):
+    texts = []
+    for devices, fsdp in (("cpu:1", False), ("cpu:2", True), ("cpu:4", True)):
+        job = {"model": str(ROOT / "notebooks/tiny"), "devices": devices, "fsdp": fsdp, "max_length": 128}
+        engine.send("generate", job=job, adapter=None, prompts=["The capital of", "Two and"], max_new_tokens=24, temperature=0.7, seed=3)
+        e = engine.until(*ENDS)
+        assert e["ev"] == "done", e
+        texts.append(e["result"]["texts"])
+        engine.send("unload")
+        engine.until("done")
+    assert texts[0] == texts[1] == texts[2] and len(texts[0][0]) > 10

@@ -184,7 +184,7 @@ static void check_logits(gold *g)
         ql_tensor out = ql_mat(dout, QL_F32, n, v, v), h = ql_mem_h(g->rank->mem, 0, c.layers);
         for (int64_t i = 0; i < n; i += 64) {
             int64_t m = ql_min64(64, n - i);
-            CHECK_OK(ql_head_logits(&g->rank->mem->head, &g->rank->mem->shape, &g->rank->q, h, ql_vec((int32_t *)dindex + i, QL_I32, m),
+            CHECK_OK(ql_head_logits(&g->rank->mem->head, &g->rank->mem->shape, &g->rank->q, NULL, h, ql_vec((int32_t *)dindex + i, QL_I32, m),
                                     ql_rows(out, i, m)));
         }
         CHECK_OK(dev->copy(g->rank->compute, got + at, dout, n * v * 4));
