@@ -30,6 +30,59 @@ double ql_cost_head(const ql_config *c, int64_t rows, int train)
     return (train ? 4.0 : 2.0) * (double)rows * (double)c->vocab * (double)c->hidden;
 }
 
+/* One micro-batch through all layers and back. */
+static double micro_flops(const ql_spec *s, int64_t length)
+{
+    const ql_config *c = &s->model->cfg;
+    const ql_choice *ch = &s->choice;
+    double f = ql_cost_layer(c, s->rows, length, QL_COST_F), sum = ql_cost_head(c, s->rows, ch->train);
+    for (int l = 0; l < ch->layers; l++) {
+        sum += f;
+        if (!ch->train || l < ch->first) continue;
+        sum += ql_cost_layer(c, s->rows, length, QL_COST_B);
+        if (ch->keep[l] == QL_KEEP_INPUT) sum += ql_cost_layer(c, s->rows, length, QL_COST_R);
+        if (ch->keep[l] == QL_KEEP_NO_MLP) sum += ql_cost_layer(c, s->rows, length, QL_COST_R_MLP);
+    }
+    return sum;
+}
+
+double ql_cost_step_flops(const ql_spec *s, int64_t length)
+{
+    return s->choice.g * micro_flops(s, length);
+}
+
+/* Seconds that gathers and copies of layers take in one pass over them; the layer at the turn is held. */
+static double pass_seconds(const ql_spec *s, const ql_mem *m, const ql_rates *r)
+{
+    const ql_choice *ch = &s->choice;
+    double sum = 0;
+    for (int l = 0; l < ch->layers; l++) {
+        double times = ch->train && l >= ch->first && l < ch->layers - 1 ? 2 : 1;
+        if (ch->store[l] == QL_STORE_SHARDED) sum += times * (double)((ch->world - 1) * m->blob[l].part_bytes) / r->link;
+        if (ch->store[l] == QL_STORE_HOST) sum += times * (double)m->blob[l].part_bytes / r->host;
+    }
+    return sum;
+}
+
+double ql_cost_step(const ql_spec *s, int64_t length, const ql_rates *r)
+{
+    const ql_choice *ch = &s->choice;
+    int micros = (ch->g + ch->world - 1) / ch->world, passes = micros, saved = 0;
+    ql_mem *m = NULL;
+    if (ql_mem_open(s, 0, &m) != QL_OK) return 0;
+    if (ch->schedule == QL_BREADTH) passes = ch->pieces % ch->world ? 1 : ch->pieces / ch->world;
+    for (int l = 0; l < ch->layers; l++) saved += ch->save[l];
+    double compute = micros * micro_flops(s, length) / r->flops;
+    double moved = passes * pass_seconds(s, m, r);
+    moved += micros * 2.0 * saved * (double)(s->rows * s->model->cfg.hidden) * (double)ql_dtype_size(s->res) / r->host;
+    if (ql_plan_head_world(ch) > 1) /* rows to all, fp32 gradients back */
+        compute += micros * (double)(ch->world - 1) * (double)(s->rows * s->model->cfg.hidden) * (double)(ql_dtype_size(s->dtype) + 4) / r->link;
+    double update = (double)(ch->world - 1) * 8.0 * (double)m->shard / r->link;
+    if (s->state_host) update += 2.0 * (double)m->shard * (s->state == QL_ADAM_F32 ? 8 : 2) / r->host;
+    ql_mem_close(m);
+    return (compute > moved ? compute : moved) + update;
+}
+
 double ql_cost_action(const ql_spec *s)
 {
     const ql_config *c = &s->model->cfg;

@@ -25,6 +25,12 @@ typedef struct {
 /* By compute capability (0: CPU cores), from published measurements; cautious where there are none. */
 ql_rates ql_rates_of(int arch);
 
+/* Seconds of an optimizer step with full rows in documents of `length` tokens: what is computed, or what is moved where that takes
+ * longer, and the update. */
+double ql_cost_step(const ql_spec *s, int64_t length, const ql_rates *r);
+/* Operations of all ranks in such a step. */
+double ql_cost_step_flops(const ql_spec *s, int64_t length);
+
 /* Operations of the largest single action of the job: what a deadline has to wait for. */
 double ql_cost_action(const ql_spec *s);
 

@@ -274,3 +274,19 @@ int ql_action_print(const ql_action *a, char *buf, size_t size)
     if (a->slot >= 0) snprintf(slot, sizeof slot, " slot %d", a->slot);
     return snprintf(buf, size, "%s%s%s%s", ql_do_name((ql_do)a->what), layer, mb, slot);
 }
+
+ql_status ql_plan_text(const ql_plan *p, char **out)
+{
+    enum { LINE = 64 };
+    size_t n = 0;
+    char *text = malloc((size_t)p->count * LINE + 1);
+    if (!text) QL_FAIL(QL_ENOMEM, "no memory for a plan of %d lines", p->count);
+    text[0] = 0;
+    for (int i = 0; i < p->count; i++) {
+        n += (size_t)ql_action_print(&p->a[i], text + n, LINE - 1);
+        text[n++] = '\n';
+    }
+    text[n] = 0;
+    *out = text;
+    return QL_OK;
+}

@@ -69,6 +69,8 @@ void ql_plan_free(ql_plan *p);
 ql_status ql_plan_check(const ql_choice *c, const ql_plan *p);
 /* One line per action, "F 3 mb 0 slot 1". Returns what snprintf would. */
 int ql_action_print(const ql_action *a, char *buf, size_t size);
+/* All of them. Caller frees. */
+ql_status ql_plan_text(const ql_plan *p, char **out);
 const char *ql_do_name(ql_do d);
 
 #endif

@@ -66,8 +66,10 @@ ql_status ql_model_report(const ql_job *job, json_t **out);
 ql_status ql_data_report(const ql_job *job, int n_samples, json_t **out);
 /* devices: array of {"name","id","backend","total","free","arch"} from `qlora-engine --devices`, or made up. {"fits":bool,"chosen":{…},
  * "devices":[{"rank","bytes":{category:n},"total","capacity"}],"host":n,"alternatives":[{"name","per_device":n,"host":n,"fits","seconds",
- * "longest","why"}],"longest","why":[…],"exact_worlds":[1,2,4,8]} */
+ * "longest"}],"longest","seconds","why":[…],"exact_worlds":[1,2,4,8]} */
 ql_status ql_plan_report(const ql_job *job, const json_t *devices, json_t **out);
+/* One optimizer step of such a plan, proven: an array with a text for each rank, one action a line. */
+ql_status ql_plan_actions(const ql_job *job, const json_t *devices, json_t **out);
 
 /* ---- the hub ---------------------------------------------------------------------------------------- */
 

@@ -1,4 +1,5 @@
 /* What front ends ask before anything is loaded: the model, the data, the plan. */
+#include "core/cost.h"
 #include "core/devices.h"
 #include "core/file.h"
 #include "core/lora.h"
@@ -152,23 +153,34 @@ static const struct {
     {"cpu_offload + offloaded activations", "{\"fsdp\": true, \"fsdp_config\": {\"cpu_offload\": true}, \"activation_offloading\": true}", 0},
 };
 
+/* Projected: operations over a rate that such a device sustains, or what has to be moved where that takes longer. */
+static double seconds_of(const ql_task *t)
+{
+    ql_rates r = ql_rates_of(t->place.arch);
+    return ql_cost_step(&t->spec, ql_job_bool(t->job, "packing") ? t->args.max_length : t->spec.rows / ql_max64(1, t->args.batch), &r);
+}
+
 static json_t *alternative(const ql_job *job, size_t i, const ql_place *place, int64_t most)
 {
-    json_t *changes = json_loads(alternatives[i].changes, 0, NULL), *o = NULL;
-    ql_task *t = NULL;
+    json_t *changes = json_loads(alternatives[i].changes, 0, NULL), *small = json_deep_copy(changes), *o = NULL;
+    ql_task *t = NULL, *here = NULL;
     ql_place room = *place;
     int64_t device = 0, host = 0;
     /* Planned with room for all: what it takes is the row, whether it fits is a column. */
     room.capacity = INT64_MAX / 4, room.host = INT64_MAX / 4;
-    json_object_set_new(changes, "gradient_checkpointing", json_true());
-    if (plan_with(job, changes, &room, NULL, &t) == QL_OK && ql_choice_bytes(&t->spec, &device, &host) == QL_OK) {
+    json_object_set_new(small, "gradient_checkpointing", json_true());
+    if (plan_with(job, small, &room, NULL, &t) == QL_OK && ql_choice_bytes(&t->spec, &device, &host) == QL_OK) {
         int fits = device <= place->capacity && host <= place->host;
-        o = json_pack("{s:s,s:I,s:I,s:b,s:I}", "name", alternatives[i].name, "per_device", (json_int_t)device, "host", (json_int_t)host, "fits",
-                      fits, "longest", (json_int_t)longest(job, changes, place, most));
+        /* Where it fits, the time is that of what would be chosen: the memory that is left buys less recomputation. */
+        if (fits && plan_with(job, changes, place, NULL, &here) != QL_OK) ql_error_clear();
+        o = json_pack("{s:s,s:I,s:I,s:b,s:I,s:f}", "name", alternatives[i].name, "per_device", (json_int_t)device, "host", (json_int_t)host, "fits",
+                      fits, "longest", (json_int_t)longest(job, small, place, most), "seconds", seconds_of(here ? here : t));
     }
     ql_error_clear();
+    ql_task_close(here);
     ql_task_close(t);
     json_decref(changes);
+    json_decref(small);
     return o;
 }
 
@@ -226,15 +238,51 @@ static ql_status build_report(const ql_job *job, const json_t *probe, const ql_p
         if (o) json_array_append_new(rows, o);
     }
     for (int i = 0; i < t->why.n; i++) json_array_append_new(why, json_string(t->why.text[i]));
+    char said[QL_REASON_TEXT];
+    snprintf(said, sizeof said, "seconds a step are projected: %.3g TFLOP a step on each device, at %.3g TFLOP/s",
+             ql_cost_step_flops(&t->spec, ql_job_bool(job, "packing") ? t->args.max_length : t->spec.rows / ql_max64(1, t->args.batch)) /
+                 place->world / 1e12, ql_rates_of(place->arch).flops / 1e12);
+    json_array_append_new(why, json_string(said));
     QL_TRY(ql_choice_bytes(&t->spec, &dev, &host));
     json_t *none = json_object();
     int fits = dev <= place->capacity && host <= place->host;
-    *out = json_pack("{s:b,s:o,s:o,s:I,s:o,s:I,s:o,s:o,s:s}", "fits", fits, "chosen", chosen_of(t), "devices", list, "host", (json_int_t)host,
-                     "alternatives", rows, "longest", (json_int_t)longest(job, none, place, most), "why", why, "exact_worlds",
+    *out = json_pack("{s:b,s:o,s:o,s:I,s:o,s:I,s:f,s:o,s:o,s:s}", "fits", fits, "chosen", chosen_of(t), "devices", list, "host", (json_int_t)host,
+                     "alternatives", rows, "longest", (json_int_t)longest(job, none, place, most), "seconds", seconds_of(t), "why", why, "exact_worlds",
                      exact_worlds(&t->spec.choice), "missing", missing);
     json_decref(none);
     (void)probe;
     return *out ? QL_OK : ql_fail(QL_ENOMEM, "no memory for the plan");
+}
+
+ql_status ql_plan_actions(const ql_job *job, const json_t *devices, json_t **out)
+{
+    ql_args a;
+    ql_place place;
+    char backend[16];
+    int device[QL_MAX_WORLD];
+    ql_task *t = NULL;
+    json_t *none = json_object(), *ranks = json_array();
+    ql_status st = QL_OK;
+    QL_GO(ql_args_from_job(job, &a));
+    QL_GO(ql_devices_pick(&a, devices, "see `info`", &place, backend, device));
+    QL_GO(plan_with(job, none, &place, NULL, &t));
+    for (int r = 0; r < place.world; r++) {
+        ql_plan p;
+        char *text = NULL;
+        QL_GO(ql_plan_build(&t->spec.choice, r, t->spec.choice.g, &p));
+        st = ql_plan_check(&t->spec.choice, &p);
+        if (st == QL_OK) st = ql_plan_text(&p, &text);
+        ql_plan_free(&p);
+        QL_GO(st);
+        json_array_append_new(ranks, json_string(text));
+        free(text);
+    }
+    *out = json_incref(ranks);
+out:
+    ql_task_close(t);
+    json_decref(none);
+    json_decref(ranks);
+    return st;
 }
 
 ql_status ql_plan_report(const ql_job *job, const json_t *devices, json_t **out)
