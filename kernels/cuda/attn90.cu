@@ -6,6 +6,7 @@
 
 template <int DTYPE_, int DP_>
 struct fwd90 {
+    typedef regs90<40, 232> REGS;
     enum { DTYPE = DTYPE_, DP = DP_, BM = 128, BN = 128, STAGES = 3, Q = BM * DP * 2, KV = BN * DP * 2 };
     enum { BARS = 2 + 4 * STAGES, BYTES = Q + 2 * STAGES * KV + BARS * 8 + 1024 };
 };
@@ -176,10 +177,10 @@ static __global__ void __launch_bounds__(THREADS, 1) attn90_fwd(const __grid_con
     __syncthreads();
     int wg = warpgroup();
     if (wg == 0) {
-        regs_down<PRODUCER_REGS>();
+        regs_down<C::REGS::FEW>();
         fwd_produce<C>(a, s, heads, docs);
     } else {
-        regs_up<CONSUMER_REGS>();
+        regs_up<C::REGS::MANY>();
         fwd_consume<C>(a, s, heads, docs, wg - 1);
     }
 }

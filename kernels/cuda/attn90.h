@@ -7,7 +7,14 @@
 #include "kernels/cuda/attn.h"
 #include "kernels/cuda/wgmma.h"
 
-enum { THREADS = 384, PRODUCER_REGS = 32, CONSUMER_REGS = 240, CONSUMER_WARPS = 8 };
+/* Registers: a launch gives 3 · 168, so one producer's and two consumers' share may be 504, or the block waits for ever. */
+enum { THREADS = 384, CONSUMER_WARPS = 8, LAUNCH_REGS = 168 };
+template <int PRODUCER, int CONSUMER>
+struct regs90 {
+    static_assert(PRODUCER + 2 * CONSUMER <= 3 * LAUNCH_REGS, "more registers than a launch gives");
+    enum { FEW = PRODUCER, MANY = CONSUMER };
+};
+
 
 /* Work is dealt heaviest first among n, forwards in one round and backwards in the next, so that all get equal sums. */
 static __device__ __forceinline__ int dealt(int round, int n, int me)

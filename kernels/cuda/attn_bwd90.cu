@@ -7,6 +7,7 @@
 /* k is read twice, first and last in a tile's time, v in the middle: k has a stage more. */
 template <int DTYPE_, int DP_>
 struct dq90 {
+    typedef regs90<40, 232> REGS;
     enum { DTYPE = DTYPE_, DP = DP_, BM = 128, BN = 128, K_STAGES = 3, V_STAGES = 2, Q = BM * DP * 2, KV = BN * DP * 2 };
     enum { BARS = 2 + 2 * K_STAGES + 2 * V_STAGES, BYTES = 2 * Q + (K_STAGES + V_STAGES) * KV + BARS * 8 + 1024 };
 };
@@ -162,10 +163,10 @@ static __global__ void __launch_bounds__(THREADS, 1) attn90_dq(const __grid_cons
     __syncthreads();
     int wg = warpgroup();
     if (wg == 0) {
-        regs_down<PRODUCER_REGS>();
+        regs_down<C::REGS::FEW>();
         dq_produce<C>(a, s, heads, docs);
     } else {
-        regs_up<CONSUMER_REGS>();
+        regs_up<C::REGS::MANY>();
         dq_consume<C>(a, s, heads, docs, wg - 1);
     }
 }
@@ -176,6 +177,7 @@ static __global__ void __launch_bounds__(THREADS, 1) attn90_dq(const __grid_cons
 
 template <int DTYPE_, int DP_>
 struct dkv90 {
+    typedef regs90<24, 240> REGS;
     enum { DTYPE = DTYPE_, DP = DP_, BM = 128, BN = 64, STAGES = 3, KV = BM * DP * 2, Q = BN * DP * 2 };
     enum { SHARE = BM * DP * 4 };
     enum { BARS = 2 + 2 * STAGES + 2 * CONSUMER_WARPS, BYTES = 2 * KV + STAGES * (2 * Q + BN * 8) + SHARE + BARS * 8 + 1024 };
@@ -435,10 +437,10 @@ static __global__ void __launch_bounds__(THREADS, 1)
     cluster_sync(); /* nobody arrives at a barrier that is not there yet */
     int wg = warpgroup();
     if (wg == 0) {
-        regs_down<PRODUCER_REGS>();
+        regs_down<C::REGS::FEW>();
         dkv_produce<C>(a, s, kv_heads, docs, cluster);
     } else {
-        regs_up<CONSUMER_REGS>();
+        regs_up<C::REGS::MANY>();
         dkv_consume<C>(a, s, kv_heads, docs, cluster, wg - 1);
     }
     cluster_sync(); /* nobody leaves while another reads its memory */
