@@ -33,6 +33,7 @@ typedef struct {
     int *rank_of;              /* (V) host: sorting */
     int64_t eos[16]; /* generation_config.json's, beside config.json's */
     int eos_count;
+    const char *save_logits;   /* file for the logits after the (last) prompt; NULL */
 } gen;
 
 /* ---- sampling --------------------------------------------------------------------------------- */
@@ -173,6 +174,7 @@ static ql_status tokens(gen *g, const ql_ids *prompt, int index, const char *var
         QL_GO(forward(g, prompt->data + at, ql_min64(chunk, (int64_t)prompt->len - at), at));
     }
     at = (int64_t)prompt->len;
+    if (g->save_logits && g->w->p->rank == 0) QL_GO(ql_file_save(g->save_logits, g->row, (size_t)g->r->spec->model->cfg.vocab * sizeof *g->row));
     for (int64_t i = 0; i < g->s.max_new; i++) {
         QL_GO(ql_exec_stop_point(g->r));
         int32_t id = draw(g, vocab);
@@ -282,6 +284,7 @@ static ql_status open_gen(gen *g, ql_worker *w, const json_t *c)
     const json_t *t = json_object_get(c, "temperature"), *p = json_object_get(c, "top_p"), *n = json_object_get(c, "max_new_tokens");
     memset(g, 0, sizeof *g);
     g->w = w, g->r = w->rank;
+    g->save_logits = json_string_value(json_object_get(c, "logits"));
     g->s.max_new = json_is_integer(n) ? json_integer_value(n) : 64;
     g->s.temperature = json_is_number(t) ? json_number_value(t) : 0;
     g->s.top_p = json_is_number(p) ? json_number_value(p) : 1;

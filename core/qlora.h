@@ -110,9 +110,11 @@ ql_status ql_run_report(const char *path, json_t **out);
  *   {"cmd":"eval","id":3,"job":{…},"adapter":PATH|null}
  *   {"cmd":"generate","id":4,"job":{…},"adapter":PATH|null,"prompts":[…],"messages":[…],"max_new_tokens":64,"temperature":0,"top_p":1,
  *      "top_k":0,"seed":0,"compare":true}     compare: also without the adapter
+ *      "logits":FILE  the fp32 logits that follow the last prompt, V values
  *   {"cmd":"verify","id":5,"job":{…},"run":PATH|null}
  *   {"cmd":"memory","id":6}                                          also while nothing is placed
  *   {"cmd":"bench","id":8,"job":{…},"seconds":10}                    the devices of the job, emptied first
+ *   {"cmd":"merge","id":9,"model":PATH,"adapter":PATH,"original":PATH|null,"out":FOLDER,"dtype":"auto"|"float16"|"bfloat16"}
  *   {"cmd":"unload","id":7}                                          frees the devices; the process stays
  *   {"cmd":"stop"}                                                   the running command ends at its next action
  *
@@ -136,7 +138,7 @@ ql_status ql_run_report(const char *path, json_t **out);
  * Results. train: {"run","step","train_loss","train_runtime","tokens_per_second","adapter":PATH,"log_history":[…]}; eval: HF's eval record;
  * generate: {"texts":[…],"base":[…]}; verify: {"checks":[{"name","ok","text"}…],"layers":[{"layer","hash","file","ok"}…]}; memory: as the event of
  * that name; bench: {"device","rows":[{"name","value","unit","of_peak","text"}…],"seconds":[{"t","tflops","clock","power",
- * "temperature"}…],"text": to paste}. */
+ * "temperature"}…],"text": to paste}; merge: {"path","decoded","bytes","tensors","merged","dtype"}. */
 
 #define QL_ENGINE_FD 3
 #define QL_VERSION   "0.1.0"

@@ -7,6 +7,7 @@
 #include "core/devices.h"
 #include "core/file.h"
 #include "core/launch.h"
+#include "core/merge.h"
 #include "core/prepare.h"
 #include "core/train.h"
 
@@ -34,6 +35,7 @@ typedef struct {
     char missing[512];
     int ended;                 /* the front end has gone */
     int stop;                  /* asked for while a command runs */
+    double ticked;             /* the last progress of a merge */
 } session;
 
 static int is(const char *a, const char *b)
@@ -382,6 +384,22 @@ out:
     return st;
 }
 
+static ql_status on_merge(void *ctx, const char *what, int64_t done, int64_t total)
+{
+    session *s = ctx;
+    double now = ql_now();
+    if (now - s->ticked < 0.2 && done < total) return QL_OK;
+    s->ticked = now;
+    return on_prepare(ctx, what, done, total);
+}
+
+static ql_status merge(session *s, const json_t *command)
+{
+    json_t *result = NULL;
+    QL_TRY(ql_merge(command, on_merge, s, &result));
+    return ql_events_emit(s->out, "done", json_pack("{s:O?,s:o}", "id", json_object_get(command, "id"), "result", result));
+}
+
 static void answer_error(session *s, const json_t *command, ql_status st)
 {
     json_t *e = st == QL_ESTOP ? json_pack("{s:O?,s:i,s:n}", "id", json_object_get(command, "id"), "step", 0, "checkpoint")
@@ -402,6 +420,8 @@ static void take_command(session *s, json_t *c)
         st = memory(s, c);
     } else if (is(name, "bench")) {
         st = bench(s, c);
+    } else if (is(name, "merge")) {
+        st = merge(s, c);
     } else if (is(name, "unload")) {
         drop_ranks(s);
         ql_events_emit(s->out, "done", json_pack("{s:O?,s:{}}", "id", json_object_get(c, "id"), "result"));

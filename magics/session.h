@@ -42,6 +42,10 @@ char *ql_session_bundled(const ql_magics *m, const char *name);
 /* The same; a name on the hub is fetched first, with a bar where there is something to fetch, and is its folder in the cache. */
 ql_status ql_session_fetch(ql_magics *m, ql_fetch_what what, const char *name, const char *revision, const json_t *files,
                            char **path);
+/* The folder that holds a run's adapter: its own, or its last checkpoint where it did not finish. Frees with free(). */
+ql_status ql_session_adapter_folder(const char *run, char **folder);
+/* Sends cmd with a live view for loading and progress; name: what is written on it. record: NULL, or all that was seen. */
+ql_status ql_session_ask(ql_magics *m, json_t *cmd, const char *name, json_t **result, json_t **record);
 json_t *ql_read_json_file(const char *path); /* NULL and an error text */
 
 ql_status ql_verb_info(ql_magics *m, const ql_call *call, json_t **out);
@@ -59,6 +63,7 @@ ql_status ql_verb_memory(ql_magics *m, const ql_call *call, json_t **out);
 ql_status ql_verb_baseline(ql_magics *m, const ql_call *call, json_t **out);
 ql_status ql_verb_verify(ql_magics *m, const ql_call *call, json_t **out);
 ql_status ql_verb_save(ql_magics *m, const ql_call *call, json_t **out);
+ql_status ql_verb_merge(ql_magics *m, const ql_call *call, json_t **out);
 ql_status ql_verb_unload(ql_magics *m, const ql_call *call, json_t **out);
 ql_status ql_verb_help(ql_magics *m, const ql_call *call, json_t **out);
 

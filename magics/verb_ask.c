@@ -7,8 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Sends cmd with a live view for loading and progress; name: what is written on it. */
-static ql_status ask(ql_magics *m, json_t *cmd, const char *name, json_t **result, json_t **record)
+ql_status ql_session_ask(ql_magics *m, json_t *cmd, const char *name, json_t **result, json_t **record)
 {
     ql_live *live = NULL;
     ql_live_options o = {
@@ -38,7 +37,7 @@ ql_status ql_verb_eval(ql_magics *m, const ql_call *call, json_t **out)
     QL_GO(ql_job_check(job));
     QL_GO(ql_session_adapter(m, call->n_args ? call->args[0] : NULL, &adapter));
     cmd = json_pack("{s:s, s:o, s:O}", "cmd", "eval", "job", ql_job_json(job), "adapter", adapter);
-    QL_GO(ask(m, cmd, "eval", &result, NULL));
+    QL_GO(ql_session_ask(m, cmd, "eval", &result, NULL));
     snprintf(line, sizeof line, "eval_loss %.4f", ql_jnum(result, "eval_loss", (double)NAN));
     st = ql_result("eval", line, json_incref(result), ql_view_eval(result), out);
 out:
@@ -59,7 +58,7 @@ ql_status ql_verb_verify(ql_magics *m, const ql_call *call, json_t **out)
     QL_GO(ql_session_run_job(m, path, &job));
     cmd = json_pack("{s:s, s:o, s:s}", "cmd", "verify", "job", ql_job_json(job), "run", path);
     if (!cmd) QL_GO(ql_fail(QL_EINVAL, "a run's path must be UTF-8"));
-    QL_GO(ask(m, cmd, "verify", &result, NULL));
+    QL_GO(ql_session_ask(m, cmd, "verify", &result, NULL));
     st = ql_result("verify", "qlora verify", json_incref(result), ql_view_verify(result), out);
 out:
     ql_job_free(job);
@@ -74,7 +73,7 @@ ql_status ql_verb_bench(ql_magics *m, const ql_call *call, json_t **out)
     json_t *result = NULL,
            *cmd = json_pack("{s:s, s:o, s:I}", "cmd", "bench", "job", ql_job_json(m->job),
                             "seconds", (json_int_t)ql_call_int(call, "seconds", 10));
-    ql_status st = ask(m, cmd, "bench", &result, NULL);
+    ql_status st = ql_session_ask(m, cmd, "bench", &result, NULL);
     if (st == QL_OK)
         st = ql_result("bench", "qlora bench", json_incref(result), ql_view_bench(result), out);
     json_decref(cmd);
@@ -98,7 +97,7 @@ ql_status ql_verb_memory(ql_magics *m, const ql_call *call, json_t **out)
         goto out;
     }
     cmd = json_pack("{s:s}", "cmd", "memory");
-    QL_GO(ask(m, cmd, "memory", &result, &record));
+    QL_GO(ql_session_ask(m, cmd, "memory", &result, &record));
     const json_t *events = json_object_get(record, "memory");
     json_t *last = json_array_get(events, json_array_size(events) - 1);
     if (!last) last = result;

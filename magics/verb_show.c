@@ -134,7 +134,7 @@ static ql_status copy_file(const char *from, const char *to)
 
 /* The folder that holds the adapter: the run's own, or its last checkpoint where it did not finish.
  */
-static ql_status adapter_folder(const char *path, char **folder)
+ql_status ql_session_adapter_folder(const char *path, char **folder)
 {
     json_t *report = NULL;
     struct stat s;
@@ -182,7 +182,7 @@ ql_status ql_verb_save(ql_magics *m, const ql_call *call, json_t **out)
     struct stat s = {0};
     ql_status st = QL_OK;
     QL_TRY(ql_session_run_path(m, ql_call_str(call, "run", NULL), &path));
-    QL_GO(adapter_folder(path, &from));
+    QL_GO(ql_session_adapter_folder(path, &from));
     if (!(to = strdup(call->n_args && *call->args[0] ? call->args[0] : from)))
         QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
     if (strcmp(from, to) != 0) QL_GO(make_folders(to));

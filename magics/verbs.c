@@ -50,6 +50,12 @@ static const ql_option baseline_options[] = {
 static const ql_option save_options[] = {
     {"run", QL_ARG_RUN, NULL, NULL, "whose adapter; default: the last run's"}, {0}};
 
+static const ql_option merge_options[] = {
+    {"run", QL_ARG_RUN, NULL, NULL, "whose adapter; default: the last run's"},
+    {"original", QL_ARG_MODEL, NULL, NULL, "the 16-bit model that the 4-bit base was made from"},
+    {"dtype", QL_ARG_CHOICE, "auto", "auto|float16|bfloat16", "of the result; auto: the model's own"},
+    {0}};
+
 static const ql_verb table[] = {
     {"info", "", QL_ARG_NONE, 0, 0, QL_BODY_NONE, QL_TAKES_NONE, NULL, ql_verb_info,
      "devices, links, memory, disk, libraries; what is missing and how to get it", NULL,
@@ -115,6 +121,11 @@ static const ql_verb table[] = {
     {"save", "[FOLDER]", QL_ARG_PATH, 0, 1, QL_BODY_NONE, QL_TAKES_NONE, save_options, ql_verb_save,
      "put the adapter where PEFT loads it", NULL,
      "%qlora save my-adapter\n%qlora save my-adapter --run run-1"},
+    {"merge", "FOLDER", QL_ARG_PATH, 1, 1, QL_BODY_NONE, QL_TAKES_NONE, merge_options, ql_verb_merge,
+     "put the adapter into the model: 16-bit safetensors that need no adapter",
+     "Into the 16-bit weights of --original, else into the model's own; those of a 4-bit file are decoded. "
+     "Says how far the logits of the result are from those of base and adapter.",
+     "%qlora merge my-model\n%qlora merge my-model --run run-1 --dtype bfloat16"},
     {"unload", "", QL_ARG_NONE, 0, 0, QL_BODY_NONE, QL_TAKES_NONE, NULL, ql_verb_unload,
      "free the devices; model, settings and runs stay", NULL, "%qlora unload"},
     {"help", "[VERB or SETTING]", QL_ARG_VERB, 0, 1, QL_BODY_NONE, QL_TAKES_NONE, NULL,

@@ -224,7 +224,7 @@ TEST(verbs_are_complete)
 {
     int n;
     const ql_verb *v = ql_verbs(&n);
-    CHECK_INT(n, 17);
+    CHECK_INT(n, 18);
     for (int i = 0; i < n; i++) {
         ql_buf b = {0};
         CHECK(v[i].run && v[i].help && v[i].examples && strlen(v[i].help) < 90);
