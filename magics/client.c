@@ -33,6 +33,7 @@ struct ql_client {
     int ready_ms;
     pid_t pid;   /* 0: none; leader of its own process group */
     pid_t owner; /* who started it: a fork() of ours must not end it */
+    char cwd[4096]; /* where it was started: paths in commands may be relative */
     int fd;      /* our end of the socketpair, -1 */
     int log;     /* memfd: the engine's stdout and stderr, which therefore never block it */
     int wstatus; /* how it ended, once `ended` */
@@ -364,6 +365,7 @@ static ql_status engine_start(ql_client *c)
         return cannot_start(c->engine, e);
     }
     c->owner = getpid();
+    if (!getcwd(c->cwd, sizeof c->cwd)) c->cwd[0] = 0;
     return QL_OK;
 }
 
@@ -520,8 +522,11 @@ ql_status ql_client_command(ql_client *c, json_t *command, ql_client_event event
     snprintf(name, sizeof name, "%s", what ? what : "?");
     if (c->pid > 0 && c->owner != getpid())
         engine_forget(c);        /* a fork of the notebook: not its engine */
-    if (c->pid > 0 && reap(c)) { /* it died between cells */
-        engine_end(c, 0);
+    char here[sizeof c->cwd];
+    int moved = c->pid > 0 && (!getcwd(here, sizeof here) || strcmp(here, c->cwd) != 0);
+    /* It died between cells, or the notebook went to another folder. */
+    if (c->pid > 0 && (reap(c) || moved)) {
+        engine_end(c, moved ? SLACK_MS : 0);
         engine_forget(c);
     }
     if (c->pid <= 0) QL_TRY(engine_ready(c));

@@ -15,6 +15,7 @@ typedef struct {
         *stopped; /* qlora.Error; qlora.KeyboardInterrupt, which IPython knows by its base */
     PyObject *type, *value,
         *traceback; /* raised in a callback; re-raised when the verb has ended */
+    PyObject *listener;                    /* what listen() was given: called with every event's text, or NULL */
     int presses;    /* stops that arrived inside a callback */
     int running;
 } state;
@@ -152,6 +153,20 @@ static json_t *host_hub(void *self)
     return host_json("hub");
 }
 
+/* What a listener answers as true is a press of stop. */
+static ql_status host_event(void *self, const json_t *event)
+{
+    (void)self;
+    if (!the.listener) return QL_OK;
+    PyObject *text = json_to_python(event);
+    PyObject *r = text ? PyObject_CallFunctionObjArgs(the.listener, text, NULL) : NULL;
+    Py_XDECREF(text);
+    if (!r) return keep_exception("a callback");
+    the.presses += PyObject_IsTrue(r) == 1;
+    Py_DECREF(r);
+    return QL_OK;
+}
+
 /* ---- module functions
  * -------------------------------------------------------------------------------- */
 
@@ -197,7 +212,8 @@ static PyObject *core_open(PyObject *module, PyObject *args)
                  .chart = host_chart,
                  .variable = host_variable,
                  .libraries = host_libraries,
-                 .hub = host_hub};
+                 .hub = host_hub,
+                 .event = host_event};
     ql_magics_options o = {.engine = engine,
                            .runs = runs,
                            .bundled = bundled,
@@ -256,6 +272,30 @@ static PyObject *core_run(PyObject *module, PyObject *args)
     return r;
 }
 
+static PyObject *core_listen(PyObject *module, PyObject *listener)
+{
+    (void)module;
+    Py_XDECREF(the.listener);
+    the.listener = listener == Py_None ? NULL : Py_NewRef(listener);
+    Py_RETURN_NONE;
+}
+
+/* The table of settings, for what has to translate other programs' names. */
+static PyObject *core_settings(PyObject *module, PyObject *none)
+{
+    const ql_setting *s;
+    int n = ql_settings(&s);
+    json_t *list = json_array();
+    (void)module, (void)none;
+    for (int i = 0; i < n; i++)
+        json_array_append_new(list, json_pack("{s:s, s:s?, s:s?, s:s?, s:s?, s:b}", "name", s[i].name, "alias", s[i].alias,
+                                              "note", s[i].note, "refused", s[i].refused, "choices", s[i].choices, "text",
+                                              s[i].type == QL_SET_STR || s[i].type == QL_SET_CHOICE));
+    PyObject *r = json_to_python(list);
+    json_decref(list);
+    return r;
+}
+
 static PyObject *core_last(PyObject *module, PyObject *none)
 {
     (void)module, (void)none;
@@ -311,6 +351,8 @@ static PyMethodDef functions[] = {
     {"open", core_open, METH_VARARGS, "open(host, engine, runs, bundled, hub, follow, ready_ms=0)"},
     {"close", core_close, METH_NOARGS, "close(): ends the engine"},
     {"run", core_run, METH_VARARGS, "run(line, body=None) -> JSON text of the result, or None"},
+    {"listen", core_listen, METH_O, "listen(f): f(text of an event) -> true to stop; None: no longer"},
+    {"settings", core_settings, METH_NOARGS, "settings() -> JSON list of what can be set"},
     {"last", core_last, METH_NOARGS, "last() -> JSON text of the last run, or None"},
     {"complete", core_complete, METH_VARARGS, "complete(line) -> JSON list of words"},
     {"help", core_help, METH_VARARGS, "help(topic=None) -> text"},

@@ -459,6 +459,7 @@ ql_status ql_live_event(void *live, const json_t *event)
 {
     ql_live *l = live;
     const char *kind = same(event, "ev");
+    if (l->o.host->event) QL_TRY(l->o.host->event(l->o.host->self, event));
     if (strcmp(kind, "step") == 0)
         on_step(l, event);
     else if (strcmp(kind, "start") == 0)

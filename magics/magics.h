@@ -37,6 +37,8 @@ typedef struct {
     /* How to reach the hub, asked at each download: {"cache": folder, "endpoint", "token", "offline"}, all but the first may be
      * missing. NULL: names on the hub are not looked up. */
     json_t *(*hub)(void *self);
+    /* Every event of a training as the engine sends it (core/qlora.h), for hosts that follow it themselves. NULL: none does. */
+    ql_status (*event)(void *self, const json_t *event);
 } ql_host;
 
 typedef struct {

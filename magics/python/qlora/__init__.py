@@ -14,7 +14,7 @@ from . import _core
 from ._core import Error
 
 __version__ = _core.version
-__all__ = ["Error", "Result", "Run", "last", "run"]
+__all__ = ["Error", "Result", "Run", "SFTTrainer", "from_transformers", "last", "run"]
 
 
 class Result(dict):
@@ -294,6 +294,9 @@ Error._render_traceback_ = _core.Stopped._render_traceback_ = _brief_traceback
 def __getattr__(name):
     if name == "last":
         return _result(_core.last())
+    if name in ("SFTTrainer", "from_transformers"):
+        from . import hf
+        return getattr(hf, name)
     raise AttributeError(f"module 'qlora' has no attribute '{name}'")
 
 

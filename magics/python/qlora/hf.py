@@ -1,0 +1,368 @@
+"""transformers', TRL's, PEFT's and bitsandbytes' own configuration objects, and a trainer that takes them.
+
+    job = qlora.from_transformers(SFTConfig(...), LoraConfig(...), BitsAndBytesConfig(...))
+    trainer = qlora.SFTTrainer("tiny", args=SFTConfig(...), train_dataset=ds, peft_config=LoraConfig(...))
+    trainer.train(); trainer.save_model("my-adapter")
+
+The engine trains; nothing of torch is used but the objects it is handed. What has no effect is listed, what cannot be done is an
+error that names it."""
+import dataclasses
+import enum
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from . import Error, _clean, _core, _rows, _write_rows, run
+
+# Set by transformers itself, or by this module in another way.
+ELSEWHERE = {"formatting_func", "resume_from_checkpoint", "model_init_kwargs", "hub_token", "push_to_hub_token"}
+
+
+class Job(dict):
+    """Settings by their names here; .ignored says, one line each, what was asked for and has no effect."""
+
+    def __init__(self):
+        super().__init__()
+        self.ignored = []
+
+    def __repr__(self):
+        lines = [f"{k}: {json.dumps(v)}" for k, v in self.items()] + [f"not honoured: {text}" for text in self.ignored]
+        return "\n".join(lines)
+
+    def apply(self):
+        """Makes it the notebook's settings; model and data stay."""
+        return run("config", body=json.dumps(dict(self)), reset=True)
+
+
+def _value(v):
+    """An argument as JSON has it: enums by value, torch's dtypes and paths by name, sets in order."""
+    if isinstance(v, enum.Enum):
+        return _value(v.value)
+    if type(v).__name__ == "dtype" and type(v).__module__ == "torch":
+        return str(v).rsplit(".", 1)[-1]
+    if isinstance(v, (set, frozenset)):
+        return sorted(_value(x) for x in v)
+    if isinstance(v, (list, tuple)):
+        return [_value(x) for x in v]
+    if isinstance(v, dict):
+        return {str(_value(k)): _value(x) for k, x in v.items()}
+    return _clean(v)
+
+
+def _fields(config):
+    """(name, value, default) of every argument of a dataclass or of BitsAndBytesConfig."""
+    if dataclasses.is_dataclass(config) and not hasattr(config, "quant_method"):
+        # The class's defaults as an object of it has them; what decides how they are read is taken over.
+        same = {k: getattr(config, k) for k in ("use_cpu", "fp16", "bf16") if hasattr(config, k)}
+        plain = type(config)(**same)
+        names = [f.name for f in dataclasses.fields(config) if f.init and not f.name.startswith("_")]
+        for name in names:
+            yield name, _value(getattr(config, name, None)), _value(getattr(plain, name, None))
+        return
+    plain = type(config)().to_dict()
+    for name, v in config.to_dict().items():
+        if not name.startswith("_") and name != "quant_method":
+            yield name, _value(v), _value(plain.get(name))
+
+
+def _known():
+    table = {}
+    for s in json.loads(_core.settings()):
+        for name in [s["name"], *(s["alias"] or "").split("|")]:
+            table.setdefault(name, s)
+    return table
+
+
+def _fsdp(name, value):
+    """transformers' fsdp as text, and only such keys of fsdp_config as are set."""
+    if name == "fsdp":
+        return " ".join(value) if isinstance(value, list) else value
+    return {k: v for k, v in (value or {}).items() if v not in (None, False, 0, "", []) and not k.startswith("xla")}
+
+
+def from_transformers(*configs):
+    """TrainingArguments or SFTConfig, LoraConfig, BitsAndBytesConfig, in any order → a Job."""
+    job, known, refused = Job(), _known(), []
+    for config in configs:
+        for name, value, default in _fields(config) if config is not None else ():
+            setting = known.get(name)
+            if name in ELSEWHERE:
+                continue
+            if name in ("fsdp", "fsdp_config"):
+                value, default = _fsdp(name, value), _fsdp(name, default)
+                if not value:
+                    continue  # nothing said: the planner chooses where the base rests
+            if setting is None:
+                if value != default:
+                    job.ignored.append(f"{name}={value!r}: unknown to this engine")
+            elif setting["refused"]:
+                if value != default and value not in (None, False, {}, []):
+                    refused.append(f"{name}={value!r}: {setting['refused']}")
+            elif setting["note"]:
+                if value != default and "always" not in setting["note"]:
+                    job.ignored.append(f"{name}={value!r}: {setting['note']}")
+            elif value is not None:
+                job[setting["name"]] = value
+    _settle(job)
+    if refused:
+        raise Error("this engine cannot do: " + "; ".join(refused))
+    return job
+
+
+def _settle(job):
+    """Where one thing has several names, or leaving it out means something else there."""
+    if "r" in job:
+        # PEFT's own choice for these families. An empty pattern is no pattern.
+        job.setdefault("target_modules", ["q_proj", "v_proj"])
+    if job.get("gradient_checkpointing") is False:
+        del job["gradient_checkpointing"]  # left to the plan: the bits are the same, with fewer recomputed layers where memory allows
+    half = next((d for d in ("fp16", "bf16") if job.get(d)), None)
+    for name in ("fp16", "bf16"):
+        if not job.get(name):
+            job.pop(name, None)
+    if half or job.get("bnb_4bit_compute_dtype") == "float32":
+        compute, wanted = job.pop("bnb_4bit_compute_dtype", None), {"fp16": "float16", "bf16": "bfloat16"}.get(half)
+        if compute not in (None, "float32", wanted):
+            job.ignored.append(f"bnb_4bit_compute_dtype={compute!r}: {half} is set, and there is one compute dtype")
+    for name in ("trainer_output", "tmp_trainer"):
+        if job.get("output_dir") == name:
+            del job["output_dir"]  # nobody's choice: runs/run-N
+    if job.get("max_steps", -1) > 0:
+        job.pop("num_train_epochs", None)
+    if job.get("warmup_ratio") == 0:
+        del job["warmup_ratio"]
+
+
+class _Namespace:
+    """transformers' TrainerState and TrainerControl where transformers is not installed."""
+
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+
+class TrainOutput(tuple):
+    """(global_step, training_loss, metrics), by name too."""
+    __slots__ = ()
+    global_step = property(lambda self: self[0])
+    training_loss = property(lambda self: self[1])
+    metrics = property(lambda self: self[2])
+
+
+class SFTTrainer:
+    """TRL's trainer, its work done by the engine. model: a name, a folder, or a loaded model (then its name is what counts)."""
+
+    def __init__(self, model, args=None, train_dataset=None, eval_dataset=None, peft_config=None, formatting_func=None, callbacks=None,
+                 quantization_config=None, **others):
+        self.args, self.run = args, None
+        self._init = dict(getattr(args, "model_init_kwargs", None) or {})
+        quantization_config = quantization_config or self._init.pop("quantization_config", None)
+        self.model_name, peft_config, quantization_config = _model(model, peft_config, quantization_config)
+        if isinstance(quantization_config, dict):
+            quantization_config = None  # of a file that is in 4 bits already: the engine reads it there
+        self.job = from_transformers(args, peft_config, quantization_config)
+        for name in ("dtype", "torch_dtype", "revision"):
+            if name in self._init:
+                self.job["dtype" if "dtype" in name else name] = _value(self._init.pop(name))
+        self.job.ignored += [f"model_init_kwargs {k}={v!r}: unknown to this engine" for k, v in self._init.items()]
+        for name, value in others.items():
+            if value not in (None, (None, None)) and name not in ("processing_class", "tokenizer"):
+                raise Error(f"SFTTrainer takes no {name}: the engine makes batches, optimizer and schedule from args")
+        self._data = [("train", train_dataset), ("eval", eval_dataset)]
+        self._format = formatting_func
+        self._follow = _Follower(args, callbacks)
+        self.state, self.control = self._follow.state, self._follow.control
+
+    def _prepare(self):
+        """Model, settings and data as the verbs take them."""
+        job = {"data": None, "eval_dataset": None, **self.job}  # a reset keeps the notebook's own data
+        folder = Path(job.get("output_dir") or "runs").parent
+        for name, rows in self._data:
+            if rows is not None:
+                job["data" if name == "train" else "eval_dataset"] = self._path(name, rows, folder)
+        run("load", self.model_name)
+        return run("config", body=json.dumps(job), reset=True)
+
+    def _path(self, name, rows, folder):
+        if isinstance(rows, (str, Path)):
+            return str(rows)
+        if isinstance(rows, Iterable) and not hasattr(rows, "__len__"):
+            raise Error(f"{name}_dataset has no length: the engine draws its own order and needs all rows (list(ds.take(n)) has one)")
+        found = _rows(name + "_dataset", rows)
+        if found is None and isinstance(rows, Iterable):
+            found = iter(rows)
+        if found is None:
+            raise Error(f"{name}_dataset is a {type(rows).__name__}: a Dataset, a list of dicts, a DataFrame or a file's path is needed")
+        if self._format is not None:
+            field = self.job.get("dataset_text_field", "text")
+            found = ({field: text} for row in found for text in _texts(self._format(row)))
+        return _write_rows(name, found, folder)["path"]
+
+    def train(self, resume_from_checkpoint=None):
+        resume = resume_from_checkpoint if resume_from_checkpoint is not None else getattr(self.args, "resume_from_checkpoint", None)
+        self._prepare()
+        self._follow.begin()
+        _core.listen(self._follow.event)
+        try:
+            if resume:
+                self.run = run("resume", *([] if resume is True else [resume]))
+            else:
+                self.run = run("train")
+        except _core.Stopped:
+            if not self._follow.stopping:
+                raise
+            self.run = last_run()
+        finally:
+            _core.listen(None)
+        self._follow.end()
+        metrics = {k: v for k, v in (self.state.log_history[-1] if self.state.log_history else {}).items() if k.startswith("train_")}
+        loss = metrics.get("train_loss")
+        if loss is None:
+            losses = [x for x in self.run.loss if x is not None]
+            loss = sum(losses) / len(losses) if losses else None
+        return TrainOutput((self.state.global_step, loss, metrics))
+
+    def evaluate(self):
+        if self.run is None:
+            self._prepare()
+        metrics = dict(run("eval", self.run.path if self.run is not None else "none"))
+        metrics = {k: v for k, v in metrics.items() if k.startswith("eval_") or k == "epoch"}
+        self._follow.call("on_evaluate", metrics=metrics)
+        return metrics
+
+    def save_model(self, output_dir=None):
+        if self.run is None:
+            raise Error("nothing is trained yet: .train() first")
+        run("save", *([str(output_dir)] if output_dir else []), run=str(self.run.path))
+
+    @property
+    def model(self):
+        return self.model_name
+
+
+def last_run():
+    from . import _result
+    return _result(_core.last())
+
+
+def _texts(made):
+    return [made] if isinstance(made, str) else list(made)
+
+
+def _model(model, peft_config, quantization_config):
+    if isinstance(model, (str, Path)):
+        return str(model), peft_config, quantization_config
+    adapters = getattr(model, "peft_config", None)
+    if adapters and peft_config is None:
+        peft_config = next(iter(adapters.values()))
+    config = getattr(model, "config", None)
+    name = getattr(config, "_name_or_path", None) or getattr(model, "name_or_path", None)
+    if not name:
+        raise Error("the model has no name: give SFTTrainer the folder or the name it was loaded from")
+    return name, peft_config, quantization_config or getattr(config, "quantization_config", None)
+
+
+class _Follower:
+    """The engine's events as transformers' callbacks see a training: same objects, same order."""
+
+    def __init__(self, args, callbacks):
+        try:
+            from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
+        except ImportError:
+            if callbacks:
+                raise Error("callbacks are transformers' own: pip install transformers")
+            self.handler = None
+            self.state = _Namespace(global_step=0, max_steps=0, epoch=0.0, log_history=[], best_metric=None)
+            self.control = _Namespace(should_training_stop=False)
+        else:
+            made = [c() if isinstance(c, type) else c for c in callbacks or []]
+            self.handler = CallbackHandler([DefaultFlowCallback(), *made], None, None, None, None) if args is not None else None
+            if made and args is None:
+                raise Error("callbacks need args: SFTConfig(...) or TrainingArguments(...)")
+            self.state, self.control = TrainerState(), TrainerControl()
+        self.args = args
+        if self.handler:
+            self.call("on_init_end")
+
+    def call(self, name, **more):
+        if self.handler is None:
+            return
+        function = getattr(self.handler, name)
+        self.control = (function(self.args, self.state, self.control, *more.values()) if more else
+                        function(self.args, self.state, self.control)) or self.control
+
+    def begin(self):
+        self.state.log_history, self.state.global_step = [], 0
+        self.losses, self.began, self.stopping, self.path = [], False, False, None
+        self.control.should_training_stop = False
+
+    def event(self, text):
+        """True: a callback asked to stop."""
+        ev = json.loads(text)
+        on = getattr(self, "on_" + ev["ev"], None)
+        if on:
+            on(ev)
+        if self.stopping or not (self.control.should_training_stop and ev["ev"] == "step"):
+            return False
+        self.stopping = True
+        return True
+
+    def on_start(self, ev):
+        self.path = ev.get("run")
+        self.state.max_steps, self.state.global_step = ev.get("max_steps", 0), ev.get("resumed", 0)
+        self.state.num_train_epochs = int(ev.get("epochs") or 0) + (float(ev.get("epochs") or 0) % 1 > 0)
+        self.state.logging_steps = self.state.train_batch_size = None
+        if self.args is not None:
+            self.state.train_batch_size = getattr(self.args, "per_device_train_batch_size", None)
+            self._every("logging_steps"), self._every("eval_steps"), self._every("save_steps")
+        self.epoch = -1
+        self.began = True
+        self.call("on_train_begin")
+
+    def _every(self, name):
+        n = getattr(self.args, name, None)
+        setattr(self.state, name, max(1, int(n * self.state.max_steps + 0.999999)) if n and n < 1 else int(n or 0) or self.state.max_steps + 1)
+
+    def on_step(self, ev):
+        if int(self.state.epoch or 0) != self.epoch:
+            if self.epoch >= 0:
+                self.call("on_epoch_end")
+            self.epoch = int(self.state.epoch or 0)
+            self.call("on_epoch_begin")
+        self.call("on_step_begin")
+        self.state.global_step, self.state.epoch = ev["step"], ev.get("epoch", 0.0)
+        if ev.get("loss") is not None:
+            self.losses.append(ev["loss"])
+        self.call("on_step_end")
+        if self.handler is None or self.control.should_log:
+            logs = {"loss": sum(self.losses) / len(self.losses) if self.losses else None}
+            logs.update({k: ev.get(k) for k in ("grad_norm", "learning_rate", "epoch")})
+            self.losses = []
+            self._log(logs)
+
+    def _log(self, logs):
+        self.state.log_history.append(dict(logs, step=self.state.global_step))
+        self.call("on_log", logs=logs)
+
+    def on_eval(self, ev):
+        metrics = {k: v for k, v in ev.items() if k.startswith("eval_")}
+        self._log(dict(metrics, epoch=self.state.epoch))
+        self.call("on_evaluate", metrics=metrics)
+
+    def on_checkpoint(self, ev):
+        self.call("on_save")
+
+    def end(self):
+        """The engine's own records, the ones that its trainer_state.json holds, are the last word."""
+        for folder in sorted(Path(self.path).glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]), reverse=True) if self.path else ():
+            try:
+                state = json.loads((folder / "trainer_state.json").read_text())
+            except (OSError, ValueError):
+                continue
+            if state.get("global_step") == self.state.global_step:
+                self.state.log_history = state["log_history"]
+                self.state.best_metric = state.get("best_metric")
+                self.state.best_model_checkpoint = state.get("best_model_checkpoint")
+            break
+        if self.began and self.epoch >= 0:
+            self.call("on_epoch_end")
+        self.call("on_train_end")

@@ -1,0 +1,140 @@
+"""qlora.from_transformers and qlora.SFTTrainer with the real TrainingArguments, SFTConfig, LoraConfig, BitsAndBytesConfig and datasets."""
+import os
+import pathlib
+import sys
+
+import pytest
+import transformers
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from transformers import BitsAndBytesConfig, TrainerCallback, TrainingArguments
+from trl import SFTConfig
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BUILD = ROOT / os.environ.get("BUILD", "build")
+TINY = str(ROOT / "notebooks" / "tiny")
+sys.path.insert(0, str(BUILD / "python"))
+import qlora  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def sft(**more):
+    return SFTConfig(**{**dict(output_dir="out", use_cpu=True, bf16=False, max_steps=6, learning_rate=1e-3, max_length=128, seed=7,
+                               per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=2, report_to="none"), **more})
+
+
+def rows():
+    return Dataset.from_list([{"text": f"Once upon a time there were {i} cats. They sat on {i} mats."} for i in range(64)])
+
+
+def test_names_and_values():
+    job = qlora.from_transformers(
+        TrainingArguments(output_dir="x", use_cpu=True, learning_rate=3e-4, lr_scheduler_type="cosine", warmup_steps=3, optim="adamw_8bit",
+                          per_device_train_batch_size=2, gradient_accumulation_steps=4, gradient_checkpointing=True, seed=3407,
+                          dataloader_num_workers=4, torch_compile=False, ddp_find_unused_parameters=False),
+        LoraConfig(r=64, lora_alpha=128, target_modules=["q_proj", "k_proj"], use_rslora=True, lora_dropout=0.05),
+        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True))
+    wanted = {"learning_rate": 3e-4, "lr_scheduler_type": "cosine", "warmup_steps": 3, "optim": "adamw_8bit", "seed": 3407, "r": 64,
+              "gradient_accumulation_steps": 4, "lora_alpha": 128, "target_modules": ["k_proj", "q_proj"], "use_rslora": True,
+              "lora_dropout": 0.05, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "gradient_checkpointing": True, "output_dir": "x"}
+    assert {k: job.get(k) for k in wanted} == wanted
+    text = "\n".join(job.ignored)
+    assert "dataloader_num_workers=4" in text and "ddp_find_unused_parameters=False" in text, text
+    assert "learning_rate" not in text and len(job.ignored) == 2, text
+
+
+def test_their_defaults_not_ours():
+    job = qlora.from_transformers(TrainingArguments(use_cpu=True), LoraConfig())
+    assert job["learning_rate"] == 5e-5 and job["per_device_train_batch_size"] == 8 and job["r"] == 8 and job["logging_steps"] == 500
+    assert job["target_modules"] == ["q_proj", "v_proj"] and job["num_train_epochs"] == 3 and "output_dir" not in job
+    assert job.ignored == []
+    job.apply()  # every value is one that the engine takes
+
+
+def test_refused_by_name():
+    with pytest.raises(qlora.Error, match="use_dora.*DoRA is not supported"):
+        qlora.from_transformers(LoraConfig(use_dora=True))
+    with pytest.raises(qlora.Error, match="load_in_8bit"):
+        qlora.from_transformers(BitsAndBytesConfig(load_in_8bit=True))
+    with pytest.raises(qlora.Error, match="neftune"):
+        qlora.from_transformers(sft(neftune_noise_alpha=5))
+
+
+class Watch(TrainerCallback):
+    def __init__(self, stop_at=None):
+        self.seen, self.logs, self.stop_at = [], [], stop_at
+
+    def __getattribute__(self, name):
+        if name in ("on_train_begin", "on_step_begin", "on_save", "on_evaluate", "on_train_end", "on_epoch_begin"):
+            return lambda args, state, control, **k: self.seen.append(name) or control
+        return object.__getattribute__(self, name)
+
+    def on_step_end(self, args, state, control, **k):
+        assert isinstance(state, transformers.TrainerState) and isinstance(control, transformers.TrainerControl)
+        assert isinstance(args, TrainingArguments) and state.max_steps == args.max_steps
+        self.seen.append(("step", state.global_step))
+        control.should_training_stop = state.global_step == self.stop_at
+
+    def on_log(self, args, state, control, logs=None, **k):
+        self.logs.append((state.global_step, logs))
+
+
+def trainer(**more):
+    return qlora.SFTTrainer(TINY, **{**dict(args=sft(), train_dataset=rows(), peft_config=LoraConfig(r=8, target_modules="all-linear")), **more})
+
+
+def test_train_evaluate_save(folder):
+    watch = Watch()
+    t = trainer(args=sft(eval_strategy="steps", eval_steps=3, save_steps=3), eval_dataset=rows().select(range(8)), callbacks=[watch])
+    out = t.train()
+    assert out.global_step == 6 and t.state.global_step == 6 and 0 < out.training_loss < 20
+    assert [s for n, s in [x for x in watch.seen if isinstance(x, tuple)]] == [1, 2, 3, 4, 5, 6]
+    assert watch.seen[0] == "on_train_begin" and watch.seen[-1] == "on_train_end"
+    assert watch.seen.count("on_evaluate") == 2 and watch.seen.count("on_save") >= 2
+    logged = [(step, logs["loss"]) for step, logs in watch.logs if "loss" in logs]
+    assert [s for s, _ in logged] == [2, 4, 6]
+    # trainer_state.json's own records are the means that the callbacks saw.
+    records = [(r["step"], r["loss"]) for r in t.state.log_history if "loss" in r]
+    assert [s for s, _ in records] == [2, 4, 6]
+    assert all(abs(a - b) < 1e-4 for (_, a), (_, b) in zip(logged, records))
+    metrics = t.evaluate()
+    last = [r["eval_loss"] for r in t.state.log_history if "eval_loss" in r][-1]
+    assert abs(metrics["eval_loss"] - last) < 1e-6
+    t.save_model("adapter")
+    model = PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(TINY), "adapter")
+    assert model.peft_config["default"].r == 8
+
+
+def test_a_callback_stops_and_it_is_resumed():
+    steps = dict(max_steps=60, logging_steps=10)
+    whole = trainer(args=sft(**steps))
+    whole.train()
+    t = trainer(args=sft(output_dir="stopped", **steps), callbacks=[Watch(stop_at=3)])
+    out = t.train()
+    assert 3 <= out.global_step < 60, "stopped by the callback"
+    again = trainer(args=sft(output_dir="stopped", **steps))
+    again.train(resume_from_checkpoint=str(t.run.path))
+    assert again.run.loss[-1] == whole.run.loss[-1], "the same bits as without the stop"
+    assert again.state.global_step == 60
+
+
+def test_formatting_func_and_lists():
+    data = [{"q": f"question {i}", "a": f"answer {i}"} for i in range(32)]
+    a = trainer(train_dataset=data, formatting_func=lambda r: f"{r['q']}\n{r['a']}")
+    b = trainer(args=sft(output_dir="out-b"), train_dataset=[{"text": f"{r['q']}\n{r['a']}"} for r in data])
+    a.train(), b.train()
+    assert a.run.loss == b.run.loss
+
+
+def test_what_cannot_be():
+    with pytest.raises(qlora.Error, match="takes no compute_metrics"):
+        trainer(compute_metrics=lambda p: {})
+    with pytest.raises(qlora.Error, match="has no length"):
+        trainer(train_dataset=rows().to_iterable_dataset()).train()
+    with pytest.raises(qlora.Error, match="nothing is trained yet"):
+        trainer().save_model("x")
