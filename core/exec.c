@@ -311,13 +311,6 @@ static ql_status run_action(ql_rank *r, const ql_action *a, const ql_plan *p, co
     }
 }
 
-static int collective(const ql_rank *r, const ql_action *a)
-{
-    if (r->set.world == 1) return 0;
-    return a->what == QL_DO_REDUCE || a->what == QL_DO_STEP || (a->what == QL_DO_HEAD && r->mem->head.world > 1) ||
-           (a->what == QL_DO_GATHER && r->spec->choice.store[a->layer] == QL_STORE_SHARDED);
-}
-
 /* A stop is seen between actions, by each rank at another moment; one that left at once could leave its peers in a collective for ever.
  * So each rank counts the collectives that it has entered, where all can see it. A rank that wants to stop goes on as long as another has
  * entered more, and leaves when all stand at the same number and want to: a rank counts before it may wait, so whoever is waiting is
@@ -374,7 +367,7 @@ static ql_status run_plan(ql_rank *r, const ql_plan *p, const ql_step_data *d)
         me->doing = *a;
         /* From STEP on nothing is dropped any more. */
         if (a->what != QL_DO_STEP && (st = ql_exec_stop_point(r)) != QL_OK) break;
-        if (collective(r, a)) ql_exec_enter(r);
+        if (ql_plan_meets(&r->spec->choice, a)) ql_exec_enter(r);
         int flight = a->mb < 0 ? 0 : (a->mb - from) % r->mem->flights;
         QL_TRY(run_action(r, a, p, d, flight));
         QL_TRY(pace(r, a, &layers_done));

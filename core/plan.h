@@ -67,6 +67,13 @@ void ql_plan_free(ql_plan *p);
 /* Proves a plan: every layer gathered before use and never computed on while sharded, slots never overfull, actions in an order in
  * which each has its inputs, the gradient stack ends at one, every micro-batch counted once. */
 ql_status ql_plan_check(const ql_choice *c, const ql_plan *p);
+/* Proves the plans of all ranks of a step together: each by itself, and that all meet in the same collectives in the same order, so
+ * that none waits for another that never comes. */
+ql_status ql_plan_check_world(const ql_choice *c, const ql_plan *of_rank);
+/* Builds all ranks' plans for g micro-batches, proves them together, and gives this rank's. */
+ql_status ql_plan_prove(const ql_choice *c, int rank, int g, ql_plan *out);
+/* Must the other ranks take part in this action? */
+int ql_plan_meets(const ql_choice *c, const ql_action *a);
 /* One line per action, "F 3 mb 0 slot 1". Returns what snprintf would. */
 int ql_action_print(const ql_action *a, char *buf, size_t size);
 /* All of them. Caller frees. */

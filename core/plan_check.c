@@ -192,3 +192,53 @@ out:
     free(next);
     return st;
 }
+
+/* ---- all ranks together ----------------------------------------------------------------------- */
+
+int ql_plan_meets(const ql_choice *c, const ql_action *a)
+{
+    if (c->world == 1) return 0;
+    return a->what == QL_DO_REDUCE || a->what == QL_DO_STEP || (a->what == QL_DO_HEAD && ql_plan_head_world(c) > 1) ||
+           (a->what == QL_DO_GATHER && c->store[a->layer] == QL_STORE_SHARDED);
+}
+
+static const ql_action *next_meeting(const ql_choice *c, const ql_plan *p, int *i)
+{
+    while (*i < p->count && !ql_plan_meets(c, &p->a[*i])) ++*i;
+    return *i < p->count ? &p->a[*i] : NULL;
+}
+
+static ql_status same_meetings(const ql_choice *c, const ql_plan *p, const ql_plan *q)
+{
+    for (int i = 0, k = 0;; i++, k++) {
+        const ql_action *a = next_meeting(c, p, &i), *b = next_meeting(c, q, &k);
+        char x[96] = "its end", y[96] = "its end";
+        if (!a && !b) return QL_OK;
+        if (a && b && a->what == b->what && a->layer == b->layer) continue;
+        if (a) ql_action_print(a, x, sizeof x);
+        if (b) ql_action_print(b, y, sizeof y);
+        QL_FAIL(QL_EINTERNAL, "plans of ranks %d and %d would wait for each other: action %d is %s, action %d is %s", p->rank, q->rank, i, x, k, y);
+    }
+}
+
+ql_status ql_plan_check_world(const ql_choice *c, const ql_plan *of_rank)
+{
+    for (int r = 0; r < c->world; r++) {
+        QL_TRY(ql_plan_check(c, &of_rank[r]));
+        if (r > 0) QL_TRY(same_meetings(c, &of_rank[0], &of_rank[r]));
+    }
+    return QL_OK;
+}
+
+ql_status ql_plan_prove(const ql_choice *c, int rank, int g, ql_plan *out)
+{
+    ql_plan all[QL_MAX_WORLD] = {{0}};
+    ql_status st = QL_OK;
+    for (int r = 0; r < c->world; r++) QL_GO(ql_plan_build(c, r, g, &all[r]));
+    QL_GO(ql_plan_check_world(c, all));
+    *out = all[rank];
+    all[rank] = (ql_plan){0};
+out:
+    for (int r = 0; r < c->world; r++) ql_plan_free(&all[r]);
+    return st;
+}

@@ -269,9 +269,8 @@ ql_status ql_plan_actions(const ql_job *job, const json_t *devices, json_t **out
     for (int r = 0; r < place.world; r++) {
         ql_plan p;
         char *text = NULL;
-        QL_GO(ql_plan_build(&t->spec.choice, r, t->spec.choice.g, &p));
-        st = ql_plan_check(&t->spec.choice, &p);
-        if (st == QL_OK) st = ql_plan_text(&p, &text);
+        QL_GO(ql_plan_prove(&t->spec.choice, r, t->spec.choice.g, &p));
+        st = ql_plan_text(&p, &text);
         ql_plan_free(&p);
         QL_GO(st);
         json_array_append_new(ranks, json_string(text));

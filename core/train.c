@@ -237,8 +237,7 @@ static ql_status steps(run *x)
         QL_GO(ql_train_data(x->w, x->done, &d));
         if (d.g != g) {
             ql_plan_free(&p);
-            QL_GO(ql_plan_build(&x->t->spec.choice, x->w->p->rank, d.g, &p));
-            QL_GO(ql_plan_check(&x->t->spec.choice, &p));
+            QL_GO(ql_plan_prove(&x->t->spec.choice, x->w->p->rank, d.g, &p));
             g = d.g;
         }
         QL_GO(ql_rank_step(x->r, &p, &d, &s));

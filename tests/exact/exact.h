@@ -69,8 +69,9 @@ static struct {
     ql_task *task;
     json_t *command;
 } exact_now; /* what forked ranks inherit */
+static const ql_backend *(*exact_wrap)(int rank, const ql_backend *be); /* NULL, or another backend for a rank */
 
-static void exact_describe(const exact_setting *s, char *buf, size_t size)
+static inline void exact_describe(const exact_setting *s, char *buf, size_t size)
 {
     static const char *const dtypes[] = {"fp32", "bf16", "fp16"}, *const adams[] = {"adamw", "adam8", "bnb"};
     static const char *const schedules[] = {"loop", "breadth", "1f1b", "ahead"};
@@ -116,6 +117,7 @@ static ql_status exact_train(ql_rank_process *p, ql_worker *w)
     ql_arena counted;
     ql_dev_memory dm;
     json_t *out = NULL;
+    if (exact_wrap) p->setup.be = exact_wrap(p->rank, p->setup.be);
     QL_TRY(ql_rank_open(&p->setup, &exact_now.task->spec, &w->rank));
     m = w->rank->mem;
     QL_TRY(ql_rank_load(w->rank));

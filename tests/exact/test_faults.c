@@ -1,0 +1,119 @@
+/* Allocations and collectives that fail, on each rank in turn: the rank's own words come out, nobody hangs, and the next run is
+ * whole. (What the engine process makes of ranks that die is in tests/py/test_engine.py.) */
+#include "tests/exact/exact.h"
+
+typedef enum { FAIL_ALLOC, FAIL_HOST_ALLOC, FAIL_GATHER, FAIL_EXCHANGE } fault_kind;
+static struct {
+    fault_kind kind;
+    int rank, at; /* the at-th call on this rank fails, from 1 */
+    int seen;
+} fault;
+static ql_dev_table dev_table;
+static ql_comm_table comm_table;
+static const ql_backend *real;
+
+static int hit(fault_kind kind)
+{
+    return kind == fault.kind && ++fault.seen == fault.at;
+}
+
+static ql_status bad_alloc(ql_dev *d, int64_t bytes, void **out)
+{
+    if (hit(FAIL_ALLOC)) QL_FAIL(QL_ENOMEM, "made to fail: allocation %d", fault.at);
+    return real->dev->alloc(d, bytes, out);
+}
+
+static ql_status bad_host_alloc(ql_dev *d, int64_t bytes, void **out)
+{
+    if (hit(FAIL_HOST_ALLOC)) QL_FAIL(QL_ENOMEM, "made to fail: host allocation %d", fault.at);
+    return real->dev->host_alloc(d, bytes, out);
+}
+
+static ql_status bad_gather(ql_comm *c, ql_stream *s, ql_tensor out, ql_tensor in)
+{
+    if (hit(FAIL_GATHER)) QL_FAIL(QL_EPEER, "made to fail: all_gather %d", fault.at);
+    return real->comm->all_gather(c, s, out, in);
+}
+
+static ql_status bad_exchange(ql_comm *c, ql_stream *s, ql_tensor out, ql_tensor in)
+{
+    if (hit(FAIL_EXCHANGE)) QL_FAIL(QL_EPEER, "made to fail: all_to_all %d", fault.at);
+    return real->comm->all_to_all(c, s, out, in);
+}
+
+static const ql_backend *faulty(int rank, const ql_backend *be)
+{
+    static ql_backend mine;
+    if (rank != fault.rank) return be;
+    real = be;
+    dev_table = *be->dev, comm_table = *be->comm;
+    dev_table.alloc = bad_alloc, dev_table.host_alloc = bad_host_alloc;
+    comm_table.all_gather = bad_gather, comm_table.all_to_all = bad_exchange;
+    mine = (ql_backend){be->name, &dev_table, be->ops, &comm_table};
+    return &mine;
+}
+
+/* Runs with the fault. How many seconds it took, and what was said, "" if the fault was never reached. */
+static double run_with(fault_kind kind, int rank, int at, char said[600])
+{
+    exact_setting s = {.world = 2, .store = 1, .save = 1, .paged = 1};
+    exact_outcome o = {0};
+    double from = ql_now();
+    fault.kind = kind, fault.rank = rank, fault.at = at, fault.seen = 0;
+    exact_wrap = faulty;
+    ql_status st = exact_run(&s, &o);
+    snprintf(said, 600, "%s", st == QL_OK ? "" : ql_error());
+    ql_error_clear();
+    exact_wrap = NULL;
+    free(o.adapters);
+    return ql_now() - from;
+}
+
+static void sweep(fault_kind kind, int step, int least)
+{
+    char want[64], said[600];
+    int found = 0;
+    for (int rank = 0; rank < 2; rank++)
+        for (int at = 1; at < 400; at = at < 4 ? at + 1 : at + step) {
+            double took = run_with(kind, rank, at, said);
+            if (!said[0]) break;
+            snprintf(want, sizeof want, "rank %d: ", rank);
+            CHECK_MSG(strstr(said, want) && strstr(said, "made to fail"), "fault %d at call %d of rank %d is told as: %s", kind, at, rank, said);
+            CHECK_MSG(took < 10, "fault %d at call %d of rank %d took %.1f s", kind, at, rank, took);
+            found++;
+        }
+    CHECK_MSG(found >= least, "only %d faults were reached", found);
+}
+
+TEST(device_allocations_fail) { sweep(FAIL_ALLOC, 1, 2); }
+TEST(host_allocations_fail) { sweep(FAIL_HOST_ALLOC, 1, 6); }
+TEST(gathers_fail) { sweep(FAIL_GATHER, 97, 8); }
+TEST(exchanges_fail) { sweep(FAIL_EXCHANGE, 41, 6); }
+
+/* What comes after is not the worse for it. */
+TEST(the_next_run_is_whole)
+{
+    exact_setting s = {.world = 2, .store = 1, .save = 1, .paged = 1}, one = {.world = 1};
+    exact_outcome a = {0}, b = {0};
+    CHECK_OK(exact_run(&one, &a));
+    CHECK_OK(exact_run(&s, &b));
+    CHECK_OK(exact_differs(&s, &a, &b));
+    free(a.adapters);
+    free(b.adapters);
+}
+
+static const test_entry tests[] = {T(device_allocations_fail), T(host_allocations_fail), T(gathers_fail), T(exchanges_fail),
+                                   T(the_next_run_is_whole)};
+
+int main(int argc, char **argv)
+{
+    const char *threads = getenv("OPENBLAS_NUM_THREADS");
+    if (!threads || strcmp(threads, "1") != 0) { /* before ranks are forked; read when the library is loaded */
+        setenv("OPENBLAS_NUM_THREADS", "1", 1);
+        execv("/proc/self/exe", argv);
+    }
+    FILE *hold = fopen("/dev/null", "r"); /* ranks close the engine's descriptor */
+    int failed = test_run(tests, (int)(sizeof tests / sizeof *tests), argc, argv);
+    if (hold) fclose(hold);
+    return failed;
+}
