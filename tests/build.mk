@@ -29,7 +29,7 @@ $(BUILD)/tests/ops_cuda: $(OPS_OBJ) $(BUILD)/tests/ops/cuda_only.o $(addprefix $
 UNIT += $(BUILD)/tests/test_ops
 
 # Models of real shapes with random values, for benchmarks on machines without a hub.
-$(BUILD)/tests/make_model $(BUILD)/tests/profile: $(BUILD)/tests/%: $(BUILD)/tests/bench/%.o $(LIB)
+$(BUILD)/tests/make_model $(BUILD)/tests/profile $(BUILD)/tests/tokenizer_speed $(BUILD)/tests/rows_memory: $(BUILD)/tests/%: $(BUILD)/tests/bench/%.o $(LIB)
 	@mkdir -p $(@D)
 	$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
 
@@ -77,6 +77,12 @@ hf-venv: setup-system
 
 test-hf: hf-venv all
 	@BUILD=$(BUILD) VENV=$(or $(HF_VENV),$(BUILD)/venv-hf) tests/run tests/hf
+
+# CPU figures of this machine: a training step and the tokenizer beside the Hugging Face libraries (where hf-venv or HF_VENV is there),
+# memory of a large data set, the op table.
+bench: setup-system all $(BUILD)/tests/tokenizer_speed $(BUILD)/tests/rows_memory $(BUILD)/tests/test_ops
+	@BUILD=$(BUILD) HF=$(or $(HF_VENV),$(BUILD)/venv-hf) tests/bench/run.sh
+.PHONY: bench
 
 # The checked-in fixtures and the tiny model, made anew (ten minutes; README there).
 golden: hf-venv
