@@ -19,7 +19,7 @@ class Runner(nbclient.NotebookClient):
     cell = None
     stopped = False
     said = 0.0
-    history = []             # of the last training: [{"step", "loss", …}]
+    history = []             # of the longest training: [{"step", "loss", …}]
 
     def line(self, text, keep=True):
         """A line of the terminal; one that will be replaced where that is possible, else at most every 2 s."""
@@ -43,8 +43,8 @@ class Runner(nbclient.NotebookClient):
             bar = [t for t in data.get("text/plain", "").splitlines() if t.startswith("[")]
             if bar:
                 self.line("      " + bar[0], keep="history" in training)
-            if training.get("history"):
-                self.history = training["history"]
+            if len(training.get("history", [])) >= len(self.history):   # a baseline is shorter than its run
+                self.history = training.get("history", [])
             part = cell.metadata.get("qlora", {}).get("stop_at")
             if part and not self.stopped and training.get("step", 0) >= part * training.get("max_steps", 1) > 0:
                 self.stopped = True

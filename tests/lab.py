@@ -192,7 +192,7 @@ def first_run(nb):
 
     i = cell("%qlora info")
     check("info is an HTML table", nb.cell(i).locator(".jp-RenderedHTMLCommon table").count() > 0)
-    for verb in ("%qlora load", "%%qlora config", "%qlora data", "%qlora plan"):
+    for verb in ("%qlora load", "%qlora data", "%%qlora config", "%qlora plan"):
         cell(verb)
     i = at("%qlora train")
     nb.start(i)
