@@ -4,6 +4,7 @@ Prints a line for each thing that was seen, keeps screenshots in build/screens, 
 import json, os, re, shutil, signal, socket, subprocess, sys, tempfile, time, urllib.request
 from pathlib import Path
 
+import nbformat
 from playwright.sync_api import sync_playwright
 
 root = Path(__file__).resolve().parents[1]
@@ -70,8 +71,8 @@ class Server:
 class Notebook:
     """A notebook in the browser. Cells are numbered as in the file."""
 
-    def __init__(self, page, url, name):
-        self.page, self.shots = page, 0
+    def __init__(self, page, url, name, folder=None):
+        self.page, self.url, self.folder, self.shots = page, url, folder, 0
         page.goto(f"{url}/lab/tree/{name}?reset")
         page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60000)
         self.idle(60)
@@ -99,9 +100,13 @@ class Notebook:
         return cell
 
     def start(self, i):
-        """Runs a cell by the toolbar's button, and leaves it in view."""
-        cell = self.select(i)
-        self.button("notebook:run-cell-and-select-next")
+        """Runs a cell by the toolbar's button; again where the page was not ready for the first click."""
+        before = self.prompt(i)
+        for _ in range(5):
+            cell = self.select(i)
+            self.button("notebook:run-cell-and-select-next")
+            if wait_for(lambda: self.prompt(i) != before, 4):
+                break
         return cell
 
     def prompt(self, i):
@@ -238,6 +243,43 @@ def first_run(nb):
     nb.shot("help")
 
 
+def reopened(nb):
+    """The saved notebook: untrusted in another tab, as HTML, as Markdown. Table, curve and memory are still there."""
+    nb.button("docmanager:save")
+    file = nb.folder / "01-first-run.ipynb"
+
+    def saved():
+        book = nbformat.read(file, as_version=4)
+        return book if any("image/png" in o.get("data", {}) for c in book.cells for o in c.get("outputs", [])) else None
+    book = wait_for(saved, 20)
+    if not book:
+        check("the notebook is saved with its outputs", False)
+        return
+    book.cells[0].source += "\n\nFrom somebody else."   # another content: Jupyter trusts it no more
+    nbformat.write(book, nb.folder / "untrusted.ipynb")
+    tab = nb.page.context.browser.new_page(viewport=nb.page.viewport_size)
+    other = Notebook(tab, nb.url, "untrusted.ipynb")
+    for verb, what in {"%qlora train": "table", "run = %qlora resume": "table", "%qlora plan": "table"}.items():
+        i = next(i for i, c in enumerate(book.cells) if c.source.startswith(verb))
+        check(f"reopened untrusted, `{verb}` has its {what}", other.cell(i).locator(".jp-OutputArea table").count() > 0, other.output(i)[:300])
+    for verb in ("%qlora train", "run = %qlora resume", "%qlora baseline", "%qlora memory"):
+        i = next(i for i, c in enumerate(book.cells) if c.source.startswith(verb))
+        images = other.cell(i).locator(".jp-OutputArea img")
+        check(f"reopened untrusted, `{verb}` has its picture",
+              images.count() > 0 and images.first.evaluate("e => e.naturalWidth > 100"), other.output(i)[:300])
+    other.shots = nb.shots
+    other.select(next(i for i, c in enumerate(book.cells) if c.source.startswith("run = %qlora resume")))
+    other.shot("untrusted")
+    nb.shots = other.shots
+    tab.close()
+    from nbconvert import HTMLExporter, MarkdownExporter
+    html, _ = HTMLExporter().from_notebook_node(book)
+    markdown, files = MarkdownExporter().from_notebook_node(book)
+    check("nbconvert to HTML keeps tables, curves and the last state",
+          html.count("<table") >= 5 and html.count("data:image/png") >= 4 and "120/120" in html)
+    check("nbconvert to Markdown keeps them too", len(files["outputs"]) >= 4 and "120/120" in markdown)
+
+
 def restart(nb):
     nb.button("notebook:restart-kernel")
     nb.page.locator(".jp-Dialog .jp-mod-accept").click()
@@ -250,6 +292,7 @@ def restart(nb):
 
 
 def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))   # a time limit must not leave the server behind
     shutil.rmtree(screens, ignore_errors=True)
     screens.mkdir(parents=True)
     browser_program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -264,9 +307,9 @@ def main():
             with sync_playwright() as p:
                 browser = p.chromium.launch(executable_path=browser_program, args=["--no-sandbox"])
                 page = browser.new_page(viewport={"width": 1280, "height": 1000})
-                nb = Notebook(page, server.url, "01-first-run.ipynb")
+                nb = Notebook(page, server.url, "01-first-run.ipynb", folder / "work")
                 nb.shot("opened")
-                for part in (first_run, general, restart):
+                for part in (first_run, reopened, general, restart):
                     try:
                         part(nb)
                     except Exception as e:
