@@ -83,12 +83,9 @@ static void host_print(void *self, const char *text)
 static int host_interrupts(void *self)
 {
     (void)self;
+    /* KeyboardInterrupt is a stop; what another signal's handler raised stops the work, too. */
+    if (PyErr_CheckSignals() != 0 && keep_exception("a signal handler") != QL_OK) the.presses++;
     int n = the.presses;
-    the.presses = 0;
-    if (PyErr_CheckSignals() == 0) return n;
-    /* KeyboardInterrupt is the stop; what another signal's handler raised stops the work, too. */
-    if (keep_exception("a signal handler") != QL_OK) the.presses++;
-    n += the.presses;
     the.presses = 0;
     return n;
 }
@@ -296,6 +293,13 @@ static PyObject *core_settings(PyObject *module, PyObject *none)
     return r;
 }
 
+static PyObject *core_press(PyObject *module, PyObject *none)
+{
+    (void)module, (void)none;
+    the.presses++;
+    Py_RETURN_NONE;
+}
+
 static PyObject *core_last(PyObject *module, PyObject *none)
 {
     (void)module, (void)none;
@@ -353,6 +357,7 @@ static PyMethodDef functions[] = {
     {"run", core_run, METH_VARARGS, "run(line, body=None) -> JSON text of the result, or None"},
     {"listen", core_listen, METH_O, "listen(f): f(text of an event) -> true to stop; None: no longer"},
     {"settings", core_settings, METH_NOARGS, "settings() -> JSON list of what can be set"},
+    {"press", core_press, METH_NOARGS, "press(): counts a stop; the running verb ends at its next look"},
     {"last", core_last, METH_NOARGS, "last() -> JSON text of the last run, or None"},
     {"complete", core_complete, METH_VARARGS, "complete(line) -> JSON list of words"},
     {"help", core_help, METH_VARARGS, "help(topic=None) -> text"},

@@ -341,3 +341,19 @@ def test_install_into_a_virtual_environment(tmp_path):
         os.environ["JUPYTER_PATH"] = old
     out = subprocess.run(make + ["uninstall"], cwd=root, env=dict(tools, JUPYTER_DATA_DIR=str(data)), capture_output=True, text=True)
     assert out.returncode == 0 and not spec.exists(), out.stdout + out.stderr
+
+
+@pytest.mark.parametrize("name", hosts)
+def test_stop_in_a_callback_that_cannot_raise(name, tmp_path, monkeypatch):
+    """An exception in a weak reference's callback is printed and forgotten; a Stop that arrives there must not be."""
+    monkeypatch.setenv("QLORA_ENGINE", str(Path(__file__).parent / "fake_engine.py"))
+    monkeypatch.setenv("PYTHONPATH", str(build / "python"))
+    with running(name, cwd=str(tmp_path)) as k:
+        reply, _ = k.run("%load_ext qlora\nimport qlora, signal, weakref\nclass Dying: pass\ndraw = qlora._host.chart\n"
+                         "def chart(text):\n    x = Dying()\n"
+                         "    r = weakref.ref(x, lambda _: signal.raise_signal(signal.SIGINT))\n    del x\n    return draw(text)\n"
+                         "qlora._host.chart = chart\nget_ipython().run_line_magic('qlora', 'load tiny'); None")
+        assert reply["status"] == "ok", reply
+        k.run("%qlora data tiny;")
+        reply, _ = k.run("%qlora train --max_steps 100000", 30)
+        assert reply["status"] == "error" and "KeyboardInterrupt" in reply["ename"] and "resume" in reply["evalue"], reply

@@ -7,6 +7,7 @@ From plain Python: qlora.run("load", "tiny"); r = qlora.run("train", max_steps=2
 """
 import json as _json
 import os as _os
+import signal as _signal
 import sys as _sys
 from pathlib import Path as _Path
 
@@ -164,6 +165,7 @@ class _Host:
     """What the C side asks of Python; called on the cell's own thread only."""
 
     ip = None
+    in_rows = False          # reading a variable's rows, which may be endless: a Stop is raised there
 
     def show(self, text, ident, update):
         bundle = _json.loads(text)
@@ -197,8 +199,12 @@ class _Host:
         spaces.append(getattr(_sys.modules.get("__main__"), "__dict__", {}))
         for space in spaces:
             if name in space:
-                rows = _rows(name, space[name])
-                return _json.dumps(_write_rows(name, rows, folder)) if rows is not None else None
+                self.in_rows = True
+                try:
+                    rows = _rows(name, space[name])
+                    return _json.dumps(_write_rows(name, rows, folder)) if rows is not None else None
+                finally:
+                    self.in_rows = False
         return None
 
     def hub(self):
@@ -257,16 +263,33 @@ def _word(v):
     return '"' + str(v).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
+def _stoppable(line, body):
+    """Runs a verb while Stop is counted, not raised: a KeyboardInterrupt that happens to be raised in a weak reference's
+    callback (matplotlib has many) is printed and lost, and the training would go on."""
+    def stop(signum, frame):
+        if _host.in_rows:
+            raise KeyboardInterrupt
+        _core.press()
+    try:
+        before = _signal.signal(_signal.SIGINT, stop)
+    except ValueError:      # not the main thread: no Stop arrives here
+        return _core.run(line, body)
+    try:
+        return _core.run(line, body)
+    finally:
+        _signal.signal(_signal.SIGINT, _signal.default_int_handler if before is None else before)
+
+
 def run(verb, *args, body=None, **options):
     """A verb from plain Python: run("load", "tiny"), run("train", max_steps=20, learning_rate=1e-4)."""
     words = [verb] + [_word(getattr(a, "path", a)) for a in args] + [f"--{k}={_word(v)}" for k, v in options.items()]
-    return _result(_core.run(" ".join(words), body))
+    return _result(_stoppable(" ".join(words), body))
 
 
 def qlora(line, cell=None):
     if "\0" in line or "\0" in (cell or ""):
         raise Error("a cell cannot hold the character NUL")
-    return _result(_core.run(line, cell))
+    return _result(_stoppable(line, cell))
 
 
 def _complete(ip, event):
