@@ -37,6 +37,7 @@ typedef struct {
     const ql_args *args;
     const ql_place *place;
     ql_reasons *why;
+    int host_later;                 /* 1: host memory is not looked at yet: layers that stay on devices leave the host */
     uint8_t fixed[QL_MAX_LAYERS];   /* 1: the user fixed this layer's store */
     ql_status st;
 } chooser;
@@ -46,7 +47,7 @@ static int fits(chooser *c)
     int64_t device = 0, host = 0;
     if (c->st != QL_OK) return 0;
     c->st = ql_choice_bytes(c->s, &device, &host);
-    return c->st == QL_OK && device <= c->place->capacity && host <= c->place->host;
+    return c->st == QL_OK && device <= c->place->capacity && (c->host_later || host <= c->place->host);
 }
 
 static void store_all(chooser *c, ql_store_kind k, int from, int to)
@@ -143,9 +144,11 @@ static void pick_store(chooser *c)
             return;
         }
     }
+    c->host_later = 1;
     set_stay(c, 0);
-    if (!fits(c)) return;
-    int stay = most(c, 0, n, set_stay);
+    int stay = fits(c) ? most(c, 0, n, set_stay) : -1;
+    c->host_later = 0;
+    if (stay < 0) return;
     say(c->why, "%d layers %s, %d streamed from host memory (auto: the most that fits in %.2f GiB)", stay,
         ch->world > 1 ? "sharded" : "resident", n - stay, gib(c->place->capacity));
 }
