@@ -202,8 +202,8 @@ TEST(printed_plans_are_golden)
         ql_job *job = NULL;
         json_t *dev = devices_of(cases[i].world, 16, 75), *o = NULL;
         CHECK_OK(job_of("notebooks/tiny", cases[i].more, &job));
-        CHECK_OK(ql_job_set(job, "gradient_accumulation_steps", json_integer(2)));
-        CHECK_OK(ql_job_set(job, "max_length", json_integer(512)));
+        CHECK_OK(ql_job_set_text(job, "gradient_accumulation_steps", "2"));
+        CHECK_OK(ql_job_set_text(job, "max_length", "512"));
         CHECK_OK(ql_plan_actions(job, dev, &o));
         CHECK_INT(json_array_size(o), cases[i].world);
         same_as_file(o, cases[i].name);
