@@ -126,6 +126,7 @@ static void read_records(const ql_job *job, ql_args *a)
     a->greater_is_better = ql_job_bool(job, "greater_is_better"); /* null: the only metric is a loss */
     a->track_best = a->load_best || a->save_every == QL_EVERY_BEST || ql_job_is_set(job, "metric_for_best_model");
     a->count_tokens = ql_job_bool(job, "include_num_input_tokens_seen") ? QL_TOKENS_YES : QL_TOKENS_NO;
+    a->save_minutes = ql_job_float(job, "save_minutes");
     a->save_total_limit = ql_job_int(job, "save_total_limit");
     a->save_dtype = dtype(job, "save_dtype");
     a->run_name = ql_job_str(job, "run_name");

@@ -51,6 +51,7 @@ typedef struct {
     bool log_first, nan_filter, eval_on_start, save_only_model, load_best, greater_is_better;
     bool track_best;       /* metric_for_best_model is set, or load_best, or save_strategy best */
     ql_token_count count_tokens;
+    double save_minutes;      /* 0: none */
     int64_t save_total_limit; /* 0: no limit */
     ql_dtype save_dtype;
     const char *run_name, *output_dir;

@@ -28,6 +28,7 @@ typedef struct {
     volatile int stop;         /* 1: end at the next action */
     volatile int abort;        /* 1: a rank died or failed: leave all waits */
     ql_rank_state rank[QL_MAX_WORLD];
+    int64_t save_at;           /* the step after which the clock asks for a checkpoint (save_minutes) */
 } ql_shared;
 
 typedef struct {

@@ -243,6 +243,7 @@ static const ql_setting table[] = {
     {BOOL_("overwrite_output_dir", "save", "false", "reuse a folder"), .note = NO_EFFECT ": a run never overwrites another"},
     {ONE_("save_strategy", "save", "\"steps\"", "no|steps|epoch|best", "when checkpoints are written")},
     {NUM_("save_steps", "save", "500", 0, 1e12, "every so many steps; below 1 a part of all steps")},
+    {NUM_("save_minutes", "save", "0", 0, 1e6, "also a checkpoint every so many minutes, for sessions that end by the clock; 0: none")},
     {INT_("save_total_limit", "save", "null", 0, 1e6, "how many checkpoints are kept")},
     {BOOL_("save_safetensors", "save", "true", "safetensors files"), .note = ALWAYS},
     {BOOL_("save_only_model", "save", "false", "checkpoints without optimizer state (they cannot be resumed)")},

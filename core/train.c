@@ -26,7 +26,7 @@ typedef struct {
     const char *dir;           /* runs/<name> */
     ql_history *history;
     int64_t done, until;       /* optimizer steps made; where this command ends */
-    double began, last_memory;
+    double began, last_memory, last_save;
     int64_t tokens;            /* trained on in this session */
     char checkpoint[QL_PATH_MAX];
     int64_t checkpoint_step;
@@ -130,6 +130,7 @@ static ql_status save(run *x)
     QL_TRY(ql_worker_say(x->w, "saving", ""));
     QL_TRY(ql_save_checkpoint(x->w, x->dir, x->history, x->checkpoint));
     x->checkpoint_step = x->done;
+    x->last_save = ql_now();
     return ql_worker_emit(x->w, "checkpoint", json_pack("{s:I,s:s}", "step", (json_int_t)x->done, "path", x->checkpoint));
 }
 
@@ -215,10 +216,23 @@ out:
     return st;
 }
 
+/* save_minutes. A checkpoint needs all ranks, and their clocks differ: the first one names the next step, and the others read that after
+ * this step's collectives, which the first has entered after it wrote. */
+static int clock_due(run *x)
+{
+    int64_t *at = &x->w->p->shared->save_at;
+    double minutes = x->t->args.save_minutes;
+    if (minutes <= 0) return 0;
+    if (__atomic_load_n(at, __ATOMIC_ACQUIRE) == x->done) return 1;
+    if (first_rank(x) && ql_now() - x->last_save >= 60 * minutes) __atomic_store_n(at, x->done + 1, __ATOMIC_RELEASE);
+    return 0;
+}
+
 static ql_status after_step(run *x)
 {
     unsigned due = ql_steps_due(&x->t->args, &x->t->steps, x->done);
     int best = 0;
+    if (clock_due(x)) due |= QL_DUE_SAVE;
     if (due & QL_DUE_LOG) QL_TRY(ql_history_log(x->history, ql_now() - x->began));
     if (due & QL_DUE_EVAL) QL_TRY(evaluate(x, &best));
     if ((due & QL_DUE_SAVE) || (best && x->t->args.save_every == QL_EVERY_BEST)) QL_TRY(save(x));
@@ -282,7 +296,7 @@ ql_status ql_train_run(ql_worker *w, const json_t *command, json_t **out)
     QL_GO(ql_rank_measure(x.r));
     QL_GO(report_start(&x, x.done));
     QL_GO(ql_worker_say(w, "training", ""));
-    x.began = ql_now();
+    x.began = x.last_save = ql_now();
     QL_GO(report_memory(&x, 1));
     if (x.t->args.eval_on_start && !resume) QL_GO(evaluate(&x, &(int){0}));
     st = steps(&x);
