@@ -238,6 +238,7 @@ def test_idle_signals_do_not_kill():
                 os.kill(k.pid, s)
                 time.sleep(0.01)
         k.interrupt()
+        time.sleep(1)   # it is to come while the kernel is idle, on a slow machine too
         reply, shown = k.run("import time; time.sleep(.2); 'alive'")
         assert result(shown) == ["'alive'"]
         k.run("signal.setitimer(signal.ITIMER_REAL, .05, .05); signal.signal(signal.SIGALRM, lambda *a: n.append(1)); n = []")
