@@ -79,7 +79,10 @@ def press_stop(kernel, count, rng, cells):
                 kernel.interrupt()
         else:
             raise AssertionError(f"a cell never ended: {code!r}")
-        ended[reply.get("ename") or "ok"] = ended.get(reply.get("ename") or "ok", 0) + 1
+        how = reply.get("ename") or "ok"
+        if how == "Error":   # qlora's own
+            how += ": " + reply["evalue"]
+        ended[how] = ended.get(how, 0) + 1
     return ended
 
 
@@ -97,7 +100,10 @@ def kill_engines(kernel, count, rng):
         victim = engines(kernel.pid)
         for p in victim:
             os.kill(p, signal.SIGKILL)
-        reply, _ = kernel.collect(request, 30)
+        try:
+            reply, _ = kernel.collect(request, 30)
+        except Exception:
+            raise AssertionError(f"kill {i}: the cell did not end in 30 s; killed {victim}, now {engines(kernel.pid)}")
         assert reply["status"] == "error" and reply["ename"] != "KeyboardInterrupt", reply
         assert kernel.alive(), "the kernel died with the engine"
     reply, _ = kernel.run("%qlora train --max_steps 2", 120)
@@ -133,10 +139,7 @@ def main(argv=None):
     unload = "import gc; gc.collect();" + (" get_ipython().run_line_magic('qlora', 'unload')" if kills else "")
     idle = (unload, 1 if kills else 0)   # the engine's supervisor stays between cells
     for code in CELLS[:9]:   # what the first use of each leaves behind once is no leak
-        request = kernel.send(code, allow_stdin=True)
-        time.sleep(0.3)
-        kernel.interrupt()
-        kernel.collect(request, 20)
+        press_stop(kernel, 1, rng, [code])
     before = settle(kernel, *idle)
     ended = press_stop(kernel, args.interrupts, rng, cells)
     between = settle(kernel, *idle)
