@@ -157,6 +157,15 @@ static ql_status carve_frozen(ql_mem *m, ql_arena *a)
     }
     for (int i = 0; m->slot_bytes && i < QL_GATHER_SLOTS; i++) QL_TRY(ql_arena_take(a, QL_CAT_GATHER, m->slot_bytes, &m->slot[i]));
     QL_TRY(ql_scratch_carve(&m->shape, a, &m->scratch));
+    /* Quantising on load works in the largest matrix of the scratch where that is enough, as it is for real models. */
+    ql_tensor largest = m->scratch.w[QL_G_GU];
+    int64_t need = 0;
+    m->temp = largest.data, m->temp_bytes = largest.rows * largest.ld * (int64_t)ql_dtype_size(s->dtype);
+    for (int64_t l = 0; l < layers(m); l++) need = ql_max64(need, ql_store_temp_bytes(&m->blob[l]));
+    if (need > m->temp_bytes) {
+        QL_TRY(ql_arena_take(a, QL_CAT_SCRATCH, need, &m->temp));
+        m->temp_bytes = need;
+    }
     QL_TRY(ql_arena_mat(a, QL_CAT_HEAD, QL_F32, 1, c->head_dim / 2, c->head_dim / 2, &m->freq));
     return ql_head_carve(&m->head, &m->shape, a);
 }

@@ -55,6 +55,8 @@ typedef struct {
     void *slot[QL_GATHER_SLOTS];
     int64_t slot_bytes;
     ql_scratch scratch;
+    void *temp;                /* for quantising on load: the scratch, or memory beside it where that is too small */
+    int64_t temp_bytes;
     ql_head head;
     /* adapters: n elements, padded to shard · world; a shard is whole 4096 blocks */
     int64_t n, shard, padded;

@@ -290,17 +290,10 @@ ql_status ql_rank_load(ql_rank *r)
 {
     ql_mem *m = r->mem;
     const ql_model *model = r->spec->model;
-    int64_t n = model->cfg.layers, temp = 0, have = m->scratch.w[QL_G_GU].rows * m->scratch.w[QL_G_GU].ld;
+    int64_t n = model->cfg.layers;
     float freq[128];
-    void *extra = NULL;
     ql_status st = QL_OK;
-    for (int64_t l = 0; l < n; l++) temp = ql_max64(temp, ql_store_temp_bytes(&m->blob[l]));
-    /* Quantising works in the largest matrix of the scratch where that is enough, as it is for real models. */
-    ql_loader ld = {r->set.be, &r->q, model, &r->spec->quant, m->scratch.w[QL_G_GU].data, have * (int64_t)ql_dtype_size(r->spec->dtype)};
-    if (temp > ld.temp_bytes) {
-        QL_GO(dev_of(r)->alloc(r->dev, temp, &extra));
-        ld.temp = extra, ld.temp_bytes = temp;
-    }
+    ql_loader ld = {r->set.be, &r->q, model, &r->spec->quant, m->temp, m->temp_bytes};
     ql_rope_inv_freq(&model->cfg, freq);
     QL_GO(dev_of(r)->copy(r->compute, m->freq.data, freq, model->cfg.head_dim / 2 * 4));
     QL_GO(dev_of(r)->sync(r->compute));
@@ -326,7 +319,6 @@ ql_status ql_rank_load(ql_rank *r)
     if (r->comm && r->set.host_base) QL_GO(r->set.be->comm->barrier(r->comm, r->compute));
     if (r->set.progress) r->set.progress(r->set.ctx, "load", n + 1, n + 1);
 out:
-    if (extra) dev_of(r)->free(r->dev, extra);
     return st;
 }
 

@@ -48,6 +48,7 @@ typedef struct {
     int ended[QL_MAX_WORLD];
     int64_t sent[QL_MAX_WORLD];          /* bytes, while training */
     int64_t allocated[QL_MAX_WORLD], peak[QL_MAX_WORLD], counted[QL_MAX_WORLD]; /* device bytes: the table's, memory.c's */
+    int64_t base[QL_MAX_WORLD], gather[QL_MAX_WORLD];                           /* of these */
     char why[QL_MAX_WORLD][512];
     float adapters[QL_MAX_WORLD][1 << 20];
 } exact_shared;
@@ -131,6 +132,7 @@ static ql_status exact_train(ql_rank_process *p, ql_worker *w)
     exact_mem->allocated[p->rank] = dm.allocated;
     exact_mem->peak[p->rank] = dm.peak;
     exact_mem->counted[p->rank] = counted.used;
+    exact_mem->base[p->rank] = counted.by_cat[QL_CAT_BASE], exact_mem->gather[p->rank] = counted.by_cat[QL_CAT_GATHER];
     if (m->n > (int64_t)(sizeof exact_mem->adapters[0] / 4)) QL_FAIL(QL_EINTERNAL, "%lld adapter elements", (long long)m->n);
     return ql_rank_get_adapters(w->rank, exact_mem->adapters[p->rank]);
 }
@@ -255,6 +257,30 @@ out:
     return st;
 }
 
+/* Bytes at the device table, not of the arena that the plan carved: one allocation, as counted before the start; of each layer what its
+ * store leaves here, and two slots of the largest layer that has to come. */
+static inline ql_status exact_bytes(const exact_setting *s, const exact_outcome *o)
+{
+    for (int r = 0; r < s->world; r++) {
+        int64_t base = 0, slot = 0, counted = exact_mem->counted[r];
+        int wide = 0;
+        for (int l = 0; l < o->choice.layers; l++) {
+            ql_store_kind k = (ql_store_kind)o->choice.store[l];
+            if (k == QL_STORE_RESIDENT || k == QL_STORE_SHARDED) base += o->part[l];
+            if (k != QL_STORE_RESIDENT) slot = ql_max64(slot, o->part[l] * (k == QL_STORE_SHARDED ? s->world : 1));
+            wide |= k == QL_STORE_RESIDENT16;
+        }
+        if (exact_mem->allocated[r] != counted || exact_mem->peak[r] != counted)
+            QL_FAIL(QL_EINTERNAL, "rank %d holds %lld bytes, %lld at its peak; counted were %lld", r, (long long)exact_mem->allocated[r],
+                    (long long)exact_mem->peak[r], (long long)counted);
+        if (wide ? exact_mem->base[r] <= base : exact_mem->base[r] != base)
+            QL_FAIL(QL_EINTERNAL, "rank %d has %lld bytes of the base; its layers have %lld", r, (long long)exact_mem->base[r], (long long)base);
+        if (exact_mem->gather[r] != 2 * slot)
+            QL_FAIL(QL_EINTERNAL, "rank %d has %lld bytes for gathers; two slots are %lld", r, (long long)exact_mem->gather[r], (long long)(2 * slot));
+    }
+    return QL_OK;
+}
+
 /* Runs a setting in full; o->adapters is the caller's to free. All ranks must end with the same adapters. */
 static inline ql_status exact_run(const exact_setting *s, exact_outcome *o)
 {
@@ -274,6 +300,7 @@ static inline ql_status exact_run(const exact_setting *s, exact_outcome *o)
     }
     QL_TRY(exact_one(s, dir, EXACT_STEPS, s->resume ? checkpoint : NULL, o));
     if (o->steps != EXACT_STEPS) QL_FAIL(QL_EINTERNAL, "%d steps were made, not %d", o->steps, EXACT_STEPS);
+    QL_TRY(exact_bytes(s, o));
     for (int r = 1; r < s->world; r++)
         if (memcmp(exact_mem->adapters[0], exact_mem->adapters[r], (size_t)o->elements * 4) != 0)
             QL_FAIL(QL_EINTERNAL, "rank %d ended with other adapters than rank 0", r);
