@@ -575,8 +575,7 @@ void leave()
 void keep_log()
 {
     static __gnu_cxx::stdio_filebuf<char> log(fcntl(2, F_DUPFD_CLOEXEC, 3), std::ios::out, 1);
-    std::cerr.rdbuf(&log);
-    std::cout.rdbuf(&log);
+    for (std::ostream *stream : {&std::cerr, &std::clog, &std::cout}) stream->rdbuf(&log);
 }
 } // namespace
 
@@ -597,6 +596,7 @@ int main(int argc, char **argv)
                      "Jupyter starts it; `make install` tells Jupyter about it.\n";
         return 2;
     }
+    std::signal(SIGINT, SIG_DFL); // a Jupyter that a script started with & ignores it; Python would take that over, and Stop do nothing
     sigset_t blocked = handled_signals();
     pthread_sigmask(SIG_BLOCK, &blocked, nullptr); // before any thread exists: all inherit it
     main_thread = pthread_self();

@@ -1,7 +1,8 @@
 """The native kernel over the real protocol, and beside the stock one."""
-import json, os, re, signal, subprocess, sys, threading, time
+import json, os, queue, re, signal, subprocess, sys, threading, time
 from pathlib import Path
 
+import jupyter_client
 import jupyter_kernel_test
 import nbclient, nbformat
 import pytest
@@ -245,6 +246,42 @@ def test_idle_signals_do_not_kill():
         time.sleep(0.5)
         _, shown = k.run("import time; time.sleep(.3); signal.setitimer(signal.ITIMER_REAL, 0); len(n) > 3")
         assert result(shown) == ["True"]
+
+
+@only_native
+def test_stop_where_jupyter_ignores_interrupts():
+    """As one started from a script with & does, and its kernels after it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with running("qlora") as k:
+            request = k.send("while True: pass")
+            time.sleep(0.5)
+            k.interrupt()
+            assert k.collect(request, 10)[0]["ename"] == "KeyboardInterrupt"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@only_native
+def test_nothing_is_said_before_the_first_cell():
+    """Not even by xeus, which reports its version: JupyterLab showed that in the first cell, in red."""
+    manager = jupyter_client.KernelManager(kernel_name="qlora")
+    manager.start_kernel(stderr=subprocess.DEVNULL)
+    client = manager.client()
+    client.start_channels()
+    try:
+        seen, end = [], time.monotonic() + 30
+        while time.monotonic() < end:
+            try:
+                seen.append(client.get_iopub_msg(timeout=0.1))
+            except queue.Empty:
+                if any(m["parent_header"].get("msg_type") == "kernel_info_request" for m in seen):
+                    end = min(end, time.monotonic() + 0.5)   # longer than output is held back
+                client.kernel_info()
+        assert seen and not [m["content"] for m in seen if m["msg_type"] == "stream"]
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
 
 
 @only_native
