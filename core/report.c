@@ -160,7 +160,7 @@ static double seconds_of(const ql_task *t)
     return ql_cost_step(&t->spec, ql_job_bool(t->job, "packing") ? t->args.max_length : t->spec.rows / ql_max64(1, t->args.batch), &r);
 }
 
-static json_t *alternative(const ql_job *job, size_t i, const ql_place *place, int64_t most)
+static json_t *alternative(const ql_job *job, size_t i, const ql_place *place, const char *train, int64_t most)
 {
     json_t *changes = json_loads(alternatives[i].changes, 0, NULL), *small = json_deep_copy(changes), *o = NULL;
     ql_task *t = NULL, *here = NULL;
@@ -169,10 +169,10 @@ static json_t *alternative(const ql_job *job, size_t i, const ql_place *place, i
     /* Planned with room for all: what it takes is the row, whether it fits is a column. */
     room.capacity = INT64_MAX / 4, room.host = INT64_MAX / 4;
     json_object_set_new(small, "gradient_checkpointing", json_true());
-    if (plan_with(job, small, &room, NULL, &t) == QL_OK && ql_choice_bytes(&t->spec, &device, &host) == QL_OK) {
+    if (plan_with(job, small, &room, train, &t) == QL_OK && ql_choice_bytes(&t->spec, &device, &host) == QL_OK) {
         int fits = device <= place->capacity && host <= place->host;
         /* Where it fits, the time is that of what would be chosen: the memory that is left buys less recomputation. */
-        if (fits && plan_with(job, changes, place, NULL, &here) != QL_OK) ql_error_clear();
+        if (fits && plan_with(job, changes, place, train, &here) != QL_OK) ql_error_clear();
         o = json_pack("{s:s,s:I,s:I,s:b,s:I,s:f}", "name", alternatives[i].name, "per_device", (json_int_t)device, "host", (json_int_t)host, "fits",
                       fits, "longest", (json_int_t)longest(job, small, place, most), "seconds", seconds_of(here ? here : t));
     }
@@ -222,19 +222,51 @@ static json_t *exact_worlds(const ql_choice *c)
     return o;
 }
 
-static ql_status build_report(const ql_job *job, const json_t *probe, const ql_place *place, const int *device, const char *backend,
-                              const ql_task *t, const char *missing, json_t **out)
+/* A question about a job's plan: where it is to run, and its data. With data, its longest batch is what counts; without, full rows of
+ * max_length. */
+typedef struct {
+    ql_args args;
+    ql_place place;
+    char backend[16];
+    int device[QL_MAX_WORLD];
+    ql_tok *tok;
+    ql_dataset *data;
+    const char *train;
+} question;
+
+static ql_status question_open(const ql_job *job, const json_t *devices, question *q)
 {
+    char cache[QL_PATH_MAX];
+    const char *dir = ql_job_str(job, "output_dir");
+    memset(q, 0, sizeof *q);
+    QL_TRY(ql_args_from_job(job, &q->args));
+    QL_TRY(ql_devices_pick(&q->args, devices, "see `info`", &q->place, q->backend, q->device));
+    if (!ql_job_str(job, "data")) return QL_OK;
+    QL_TRY(ql_path_join(cache, dir ? dir : "runs", ".cache"));
+    if (ql_path_mkdirs(cache) == QL_OK && ql_prepare_train(job, cache, &q->tok, &q->data) == QL_OK) q->train = ql_dataset_path(q->data);
+    ql_error_clear();
+    return QL_OK;
+}
+
+static void question_close(question *q)
+{
+    ql_dataset_close(q->data);
+    ql_tok_close(q->tok);
+}
+
+static ql_status build_report(const ql_job *job, const question *q, const ql_task *t, json_t **out)
+{
+    const ql_place *place = &q->place;
     json_t *list = json_array(), *rows = json_array(), *why = json_array();
     int64_t dev = 0, host = 0, most = ql_min64(t->model->cfg.max_positions > 0 ? t->model->cfg.max_positions : 131072, 131072);
     for (int r = 0; r < place->world; r++) {
         int64_t total = 0;
         json_t *b = bytes_of(&t->spec, r, &total);
-        json_array_append_new(list, json_pack("{s:i,s:s,s:i,s:o,s:I,s:I}", "rank", r, "backend", backend, "index", device[r], "bytes", b, "total",
+        json_array_append_new(list, json_pack("{s:i,s:s,s:i,s:o,s:I,s:I}", "rank", r, "backend", q->backend, "index", q->device[r], "bytes", b, "total",
                                               (json_int_t)total, "capacity", (json_int_t)place->capacity));
     }
     for (size_t i = 0; i < sizeof alternatives / sizeof *alternatives; i++) {
-        json_t *o = !alternatives[i].needs_world || place->world > 1 ? alternative(job, i, place, most) : NULL;
+        json_t *o = !alternatives[i].needs_world || place->world > 1 ? alternative(job, i, place, q->train, most) : NULL;
         if (o) json_array_append_new(rows, o);
     }
     for (int i = 0; i < t->why.n; i++) json_array_append_new(why, json_string(t->why.text[i]));
@@ -246,27 +278,22 @@ static ql_status build_report(const ql_job *job, const json_t *probe, const ql_p
     QL_TRY(ql_choice_bytes(&t->spec, &dev, &host));
     json_t *none = json_object();
     int fits = dev <= place->capacity && host <= place->host;
-    *out = json_pack("{s:b,s:o,s:o,s:I,s:o,s:I,s:f,s:o,s:o,s:s}", "fits", fits, "chosen", chosen_of(t), "devices", list, "host", (json_int_t)host,
+    *out = json_pack("{s:b,s:o,s:o,s:I,s:o,s:I,s:f,s:o,s:o}", "fits", fits, "chosen", chosen_of(t), "devices", list, "host", (json_int_t)host,
                      "alternatives", rows, "longest", (json_int_t)longest(job, none, place, most), "seconds", seconds_of(t), "why", why, "exact_worlds",
-                     exact_worlds(&t->spec.choice), "missing", missing);
+                     exact_worlds(&t->spec.choice));
     json_decref(none);
-    (void)probe;
     return *out ? QL_OK : ql_fail(QL_ENOMEM, "no memory for the plan");
 }
 
 ql_status ql_plan_actions(const ql_job *job, const json_t *devices, json_t **out)
 {
-    ql_args a;
-    ql_place place;
-    char backend[16];
-    int device[QL_MAX_WORLD];
+    question q;
     ql_task *t = NULL;
     json_t *none = json_object(), *ranks = json_array();
     ql_status st = QL_OK;
-    QL_GO(ql_args_from_job(job, &a));
-    QL_GO(ql_devices_pick(&a, devices, "see `info`", &place, backend, device));
-    QL_GO(plan_with(job, none, &place, NULL, &t));
-    for (int r = 0; r < place.world; r++) {
+    QL_GO(question_open(job, devices, &q));
+    QL_GO(plan_with(job, none, &q.place, q.train, &t));
+    for (int r = 0; r < q.place.world; r++) {
         ql_plan p;
         char *text = NULL;
         QL_GO(ql_plan_prove(&t->spec.choice, r, t->spec.choice.g, &p));
@@ -279,6 +306,7 @@ ql_status ql_plan_actions(const ql_job *job, const json_t *devices, json_t **out
     *out = json_incref(ranks);
 out:
     ql_task_close(t);
+    question_close(&q);
     json_decref(none);
     json_decref(ranks);
     return st;
@@ -286,46 +314,31 @@ out:
 
 ql_status ql_plan_report(const ql_job *job, const json_t *devices, json_t **out)
 {
-    ql_args a;
-    ql_place place;
-    char backend[16];
-    int device[QL_MAX_WORLD];
+    question q;
     ql_task *t = NULL;
-    ql_dataset *d = NULL;
-    ql_tok *tok = NULL;
-    char cache[QL_PATH_MAX];
-    const char *dir = ql_job_str(job, "output_dir"), *train = NULL;
     ql_status st = QL_OK;
-    QL_TRY(ql_args_from_job(job, &a));
-    QL_TRY(ql_devices_pick(&a, devices, "see `info`", &place, backend, device));
-    /* With data, its longest batch is what counts; without, full rows of max_length. */
-    if (ql_job_str(job, "data")) {
-        QL_TRY(ql_path_join(cache, dir ? dir : "runs", ".cache"));
-        if (ql_path_mkdirs(cache) == QL_OK && ql_prepare_train(job, cache, &tok, &d) == QL_OK) train = ql_dataset_path(d);
-        ql_error_clear();
-    }
+    QL_GO(question_open(job, devices, &q));
     json_t *none = json_object();
-    st = plan_with(job, none, &place, train, &t);
+    st = plan_with(job, none, &q.place, q.train, &t);
     json_decref(none);
     if (st == QL_ENOMEM) {
         /* Nothing fits: the smallest plan is shown, with what it lacks. */
-        ql_place room = place;
+        ql_place room = q.place;
         char why[1024];
         snprintf(why, sizeof why, "%s", ql_error());
         ql_error_clear();
         room.capacity = INT64_MAX / 4, room.host = INT64_MAX / 4;
         json_t *small = json_loads("{\"fsdp\": true, \"gradient_checkpointing\": true}", 0, NULL);
-        st = plan_with(job, small, &room, train, &t);
+        st = plan_with(job, small, &room, q.train, &t);
         json_decref(small);
-        if (st == QL_OK) st = build_report(job, devices, &place, device, backend, t, "", out);
+        if (st == QL_OK) st = build_report(job, &q, t, out);
         if (st == QL_OK) json_array_insert_new(json_object_get(*out, "why"), 0, json_string(why));
         goto out;
     }
     QL_GO(st);
-    QL_GO(build_report(job, devices, &place, device, backend, t, "", out));
+    QL_GO(build_report(job, &q, t, out));
 out:
     ql_task_close(t);
-    ql_dataset_close(d);
-    ql_tok_close(tok);
+    question_close(&q);
     return st;
 }

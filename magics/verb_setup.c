@@ -309,14 +309,15 @@ static ql_status made_up(const char *text, json_t **out)
 {
     /* What nvidia-smi shows as total, in MiB. */
     static const struct {
-        const char *name, *arch;
+        const char *name;
+        int arch; /* compute capability */
         double mib;
     } known[] = {
-        {"T4", "sm_75", 15360},      {"V100-16", "sm_70", 16384}, {"V100", "sm_70", 32768},
-        {"P100", "sm_60", 16384},    {"L4", "sm_89", 23034},      {"A10G", "sm_86", 23028},
-        {"A10", "sm_86", 23028},     {"A100-80", "sm_80", 81920}, {"A100", "sm_80", 40960},
-        {"H100", "sm_90", 81559},    {"H200", "sm_90", 143771},   {"RTX3090", "sm_86", 24576},
-        {"RTX4090", "sm_89", 24564}, {"RTX4080", "sm_89", 16376}, {"L40S", "sm_89", 46068}};
+        {"T4", 75, 15360},      {"V100-16", 70, 16384}, {"V100", 70, 32768},
+        {"P100", 60, 16384},    {"L4", 89, 23034},      {"A10G", 86, 23028},
+        {"A10", 86, 23028},     {"A100-80", 80, 81920}, {"A100", 80, 40960},
+        {"H100", 90, 81559},    {"H200", 90, 143771},   {"RTX3090", 86, 24576},
+        {"RTX4090", 89, 24564}, {"RTX4080", 89, 16376}, {"L40S", 89, 46068}};
     char *x, *end;
     long n = strtol(text, &x, 10);
     if (x == text)
@@ -325,8 +326,9 @@ static ql_status made_up(const char *text, json_t **out)
         QL_FAIL(QL_EINVAL, "--on takes 2xT4 or 2x15GiB, not '%s'", text);
     else
         x++;
-    if (n < 1 || n > 64) QL_FAIL(QL_EINVAL, "--on takes 1 to 64 devices, not %ld", n);
-    const char *name = x, *arch = "sm_80";
+    if (n < 1 || n > 8) QL_FAIL(QL_EINVAL, "--on takes 1 to 8 devices, not %ld", n);
+    const char *name = x;
+    int arch = 80;
     double bytes = strtod(x, &end) * 1073741824.0;
     if (end == x ||
         !(strcasecmp(end, "gib") == 0 || strcasecmp(end, "gb") == 0 || strcasecmp(end, "g") == 0)) {
@@ -346,11 +348,12 @@ static ql_status made_up(const char *text, json_t **out)
         return st;
     }
     json_t *all = json_array();
-    for (long i = 0; i < n; i++)
+    for (int i = 0; i < (int)n; i++)
         json_array_append_new(all,
-                              json_pack("{s:s, s:s, s:s, s:I, s:I, s:s}", "name", name, "id",
-                                        "made-up", "backend", "cuda", "total", (json_int_t)bytes,
-                                        "free", (json_int_t)bytes, "arch", arch));
+                              json_pack("{s:s, s:s, s:s, s:i, s:I, s:I, s:i, s:b}", "name", name,
+                                        "id", "made-up", "backend", "cuda", "index", i, "total",
+                                        (json_int_t)bytes, "free", (json_int_t)bytes, "arch", arch,
+                                        "bf16", arch >= 80));
     *out = all;
     return QL_OK;
 }
@@ -358,23 +361,30 @@ static ql_status made_up(const char *text, json_t **out)
 ql_status ql_verb_plan(ql_magics *m, const ql_call *call, json_t **out)
 {
     const char *on = ql_call_str(call, "on", NULL);
-    json_t *devices = NULL, *mine = NULL, *report = NULL;
+    json_t *devices = NULL, *mine = NULL, *report = NULL, *actions = NULL;
     ql_job *job = NULL;
     ql_status st = QL_OK;
     QL_TRY(ql_session_need_model(m));
     QL_GO(ql_job_copy(m->job, &job));
     QL_GO(ql_call_apply(call, job));
     QL_GO(ql_job_check(job));
-    if (on)
+    if (on) { /* all of them, whatever the job runs on here */
         QL_GO(made_up(on, &mine));
-    else
+        QL_GO(ql_job_set(job, "devices", NULL));
+        QL_GO(ql_job_set(job, "use_cpu", NULL));
+    } else
         QL_GO(ql_session_devices(m, &devices));
     QL_GO(ql_plan_report(job, mine ? mine : devices, &report));
+    if (ql_call_flag(call, "actions") && json_is_true(json_object_get(report, "fits"))) {
+        QL_GO(ql_plan_actions(job, mine ? mine : devices, &actions));
+        json_object_set(report, "actions", actions);
+    }
     st = ql_result("plan", "qlora plan", json_incref(report), ql_view_plan(report, on), out);
 out:
     ql_job_free(job);
     json_decref(mine);
     json_decref(report);
+    json_decref(actions);
     return st;
 }
 

@@ -24,7 +24,9 @@ static const ql_option data_options[] = {
     {"show", QL_ARG_INT, "1", NULL, "how many rendered samples are shown, trained parts marked"},
     {0}};
 static const ql_option plan_options[] = {
-    {"on", QL_ARG_TEXT, NULL, NULL, "devices one does not have: 2xT4, 8xA100-80, 2x15GiB"}, {0}};
+    {"on", QL_ARG_TEXT, NULL, NULL, "devices one does not have: 2xT4, 8xA100-80, 2x15GiB"},
+    {"actions", QL_ARG_FLAG, NULL, NULL, "also an optimizer step as each rank runs it, action by action"},
+    {0}};
 static const ql_option train_options[] = {
     {"every", QL_ARG_INT, NULL, NULL, "where only stdout is kept: one line every N steps"}, {0}};
 static const ql_option generate_options[] = {
@@ -83,7 +85,7 @@ static const ql_verb table[] = {
     {"plan", "", QL_ARG_NONE, 0, 0, QL_BODY_NONE, QL_TAKES_ONCE, plan_options, ql_verb_plan,
      "what will rest where, byte for byte, and what else would fit",
      "Needs no device memory and loads nothing. Settings given here are only tried.",
-     "%qlora plan\n%qlora plan --on 2xT4 --max_length 4096"},
+     "%qlora plan\n%qlora plan --on 2xT4 --max_length 4096\n%qlora plan --actions"},
     {"train", "", QL_ARG_NONE, 0, 0, QL_BODY_NONE, QL_TAKES_ONCE, train_options, ql_verb_train,
      "train fresh adapters from the seed, live",
      "Every train is a new run (run-1, run-2 …) under runs/. Settings given here hold for this "

@@ -31,7 +31,10 @@ static void info_devices(ql_view *v, const json_t *devices)
         ql_table_cell(&t, "%zu", i);
         ql_table_cell(&t, "%s", ql_jstr(d, "name", "?"));
         ql_table_cell(&t, "%s", ql_jstr(d, "backend", ""));
-        ql_table_cell(&t, "%s", ql_jstr(d, "arch", ""));
+        if (ql_jint(d, "arch", 0) > 0)
+            ql_table_cell(&t, "sm_%d", (int)ql_jint(d, "arch", 0));
+        else
+            ql_table_cell(&t, "%s", ql_jstr(d, "arch", ""));
         ql_table_cell(&t, "%s", bytes_or_dash(ql_jnum(d, "total", NONE), &total));
         ql_table_cell(&t, "%s", bytes_or_dash(ql_jnum(d, "free", NONE), &left));
         ql_table_cell(&t, "%.20s", ql_jstr(d, "id", ""));
@@ -490,6 +493,11 @@ json_t *ql_view_plan(const json_t *p, const char *on)
     json_array_foreach(json_object_get(p, "exact_worlds"), i, text)
         ql_buf_printf(&b, "%s%lld", b.len ? ", " : "", (long long)json_integer_value(text));
     if (b.len) ql_view_note(&v, "same bits on %s devices", ql_buf_str(&b));
+    json_array_foreach(json_object_get(p, "actions"), i, text)
+    {
+        ql_view_title(&v, "rank", "%zu, one optimizer step", i);
+        ql_view_code(&v, json_string_value(text));
+    }
     ql_buf_free(&b);
     return ql_view_bundle(&v, p);
 }

@@ -1,0 +1,48 @@
+"""`plan` before anything is loaded: devices that are not here, the rows of alternatives, and a step action by action."""
+import json
+
+import pytest
+from front_end import ROOT, python, shell
+
+MODELS = ROOT / "tests" / "plan"
+
+
+def plan(tmp_path, model, **options):
+    """The data of a plan's view."""
+    code = f"""
+import json, qlora
+qlora.run("load", {str(MODELS / model)!r})
+print("PLAN" + json.dumps(dict(qlora.run("plan", **{options!r}))))
+"""
+    r = python(code, tmp_path)
+    assert r.returncode == 0, r.stderr
+    return json.loads(next(line for line in r.stdout.splitlines() if line.startswith("PLAN"))[4:])
+
+
+def test_devices_that_are_not_here(tmp_path):
+    p = plan(tmp_path, "llama-8b", on="2xT4", devices="cpu:4", fsdp=True, actions=True)
+    assert p["fits"] and p["chosen"]["world"] == 2 and p["chosen"]["dtype"] == "float16"
+    assert [d["backend"] for d in p["devices"]] == ["cuda", "cuda"]
+    assert all(14 << 30 > d["capacity"] > 13 << 30 for d in p["devices"])
+    assert all(sum(d["bytes"].values()) == d["total"] for d in p["devices"])
+    assert len(p["actions"]) == 2 and all(a.splitlines()[-1] == "STEP" and "GATHER 31 slot" in a for a in p["actions"])
+    assert p["longest"] >= 1024 and p["seconds"] > 0 and all(isinstance(w, str) for w in p["why"]) and len(p["why"]) >= 3
+    rows = {a["name"]: a for a in p["alternatives"]}
+    assert {"resident", "sharded", "sharded + offloaded activations", "cpu_offload"} <= set(rows)
+    assert rows["sharded"]["per_device"] < rows["resident"]["per_device"]
+    assert all(r["seconds"] > 0 and r["longest"] >= (1024 if r["fits"] else 0) for r in rows.values())
+
+
+def test_what_is_shown(tmp_path):
+    r = shell(f"load {MODELS / 'llama-8b'};\nplan --on 2xT4 --fsdp true --actions true\n", tmp_path)
+    assert r.returncode == 0, r.stderr
+    for part in ("fits · 2xT4", "longest sequence that fits", "sharded: fsdp, each of 2 devices holds 1/2", "instead", "per device", "step", "longest",
+                 "same bits on 1, 2 devices", "rank · 0, one optimizer step", "rank · 1, one optimizer step", "  GATHER 0 slot 0", "  REDUCE\n  STEP"):
+        assert part in r.stdout, part
+    assert all(len(line) <= 80 for line in r.stdout.splitlines() if str(ROOT) not in line)
+
+
+@pytest.mark.parametrize("on", ["9xT4", "0xT4", "2x0GiB", "T5"])
+def test_devices_that_are_nowhere(tmp_path, on):
+    r = shell(f"load {MODELS / 'llama-8b'};\nplan --on {on}\n", tmp_path)
+    assert r.returncode == 1 and "--on" in r.stderr
