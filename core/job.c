@@ -1,5 +1,6 @@
 /* A job: the settings that were given, each checked when it is set, and together by ql_job_check. */
 #include "core/job.h"
+#include "core/json.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -358,6 +359,14 @@ static ql_status norm_number(const ql_setting *s, json_t *v, json_t **out)
     return QL_OK;
 }
 
+/* Why this value is refused; NULL. */
+static const char *refusal(const ql_setting *s, const char *value)
+{
+    for (size_t i = 0; i < sizeof refusals / sizeof *refusals; i++)
+        if (strcmp(s->name, refusals[i].name) == 0 && strcmp(value, refusals[i].value) == 0) return refusals[i].why;
+    return NULL;
+}
+
 /* Position of word in "a|b|c", -1. Case does not matter. */
 static bool among(const char *list, const char *word)
 {
@@ -393,7 +402,8 @@ static ql_status wrong_choice(const ql_setting *s, const json_t *v)
     int n = 0;
     char *save = NULL;
     snprintf(list, sizeof list, "%s", s->choices);
-    for (char *w = strtok_r(list, "|", &save); w && n < 32; w = strtok_r(NULL, "|", &save)) words[n++] = w;
+    for (char *w = strtok_r(list, "|", &save); w && n < 32; w = strtok_r(NULL, "|", &save))
+        if (!refusal(s, w)) words[n++] = w; /* nobody is sent to what is refused */
     if (json_is_string(v)) ql_nearest(json_string_value(v), words, n, near, sizeof near);
     snprintf(expected, sizeof expected, "%s%smust be one of ", near, *near ? " It " : "");
     for (int i = 0; i < n; i++) {
@@ -409,9 +419,7 @@ static ql_status norm_choice(const ql_setting *s, json_t *v, json_t **out)
     const char *w = spelling(s, v);
     if (!w || strlen(w) >= sizeof word) return wrong_choice(s, v);
     for (size_t i = 0; i <= strlen(w); i++) word[i] = (char)tolower((unsigned char)w[i]);
-    for (size_t i = 0; i < sizeof refusals / sizeof *refusals; i++)
-        if (strcmp(s->name, refusals[i].name) == 0 && strcmp(word, refusals[i].value) == 0)
-            QL_FAIL(QL_ENOSUP, "%s: '%s' is not supported: %s", s->name, word, refusals[i].why);
+    if (refusal(s, word)) QL_FAIL(QL_ENOSUP, "%s: '%s' is not supported: %s", s->name, word, refusal(s, word));
     if (strcmp(word, "true") == 0) *out = json_true();
     else if (strcmp(word, "false") == 0) *out = json_false();
     else *out = json_string(word);
@@ -447,7 +455,7 @@ static bool same_as_default(const ql_job *job, const ql_setting *s, const json_t
 ql_status ql_job_set(ql_job *job, const char *name, json_t *value)
 {
     const ql_setting *s;
-    json_t *v = NULL, *given = value;
+    json_t *v = NULL, *given = value, *file = NULL;
     ql_status st = QL_OK;
     QL_TRY(find(name, &s));
     if (!given || json_is_null(given)) {
@@ -461,12 +469,18 @@ ql_status ql_job_set(ql_job *job, const char *name, json_t *value)
     /* transformers 5 spells this one no|all|non_padding */
     if (strcmp(s->name, "include_num_input_tokens_seen") == 0 && json_is_string(given))
         given = strcmp(json_string_value(given), "no") ? json_true() : json_false();
+    /* transformers takes a file's name for this one; the job has what was in it. */
+    if (strcmp(s->name, "fsdp_config") == 0 && clean_string(given)) {
+        QL_GO(ql_json_load(json_string_value(given), 1 << 20, &file));
+        given = file;
+    }
     QL_GO(normalise(s, given, &v));
     for (size_t i = 0; i < sizeof checks / sizeof *checks; i++)
         if (strcmp(checks[i].name, s->name) == 0) QL_GO(checks[i].check(s, v));
     if (json_object_set(job->set, s->name, v)) st = ql_fail(QL_ENOMEM, "job: out of memory");
 out:
     json_decref(v);
+    json_decref(file);
     return st;
 }
 

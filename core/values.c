@@ -285,7 +285,7 @@ static ql_status config_backward(const json_t *v, ql_fsdp *f)
     QL_FAIL(QL_ENOSUP, "fsdp_config: backward_prefetch '%.40s' is not supported; backward_pre and no_prefetch are", s);
 }
 
-static ql_status config_reshard(const json_t *v, ql_fsdp *f)
+static ql_status config_reshard(const char *key, const json_t *v, ql_fsdp *f)
 {
     bool set;
     const char *s = json_string_value(v); /* the older spelling: a sharding strategy */
@@ -294,15 +294,16 @@ static ql_status config_reshard(const json_t *v, ql_fsdp *f)
         return QL_OK;
     }
     if (json_is_integer(v)) QL_FAIL(QL_ENOSUP, "fsdp_config: reshard_after_forward to a smaller group is not supported; true and false are");
-    return config_bool("reshard_after_forward", v, &set, &f->reshard);
+    if (s) QL_FAIL(QL_ENOSUP, "fsdp_config: %s '%.40s' is not supported; FULL_SHARD and SHARD_GRAD_OP are, and fsdp false", key, s);
+    return config_bool(key, v, &set, &f->reshard);
 }
 
-enum { K_RESHARD, K_OFFLOAD, K_OFFLOAD2, K_CHECKPOINT, K_FORWARD, K_BACKWARD, K_VERSION, K_WITHOUT_EFFECT };
+enum { K_RESHARD, K_STRATEGY, K_OFFLOAD, K_OFFLOAD2, K_CHECKPOINT, K_FORWARD, K_BACKWARD, K_VERSION, K_XLA, K_WITHOUT_EFFECT };
 
 /* From K_WITHOUT_EFFECT on: the note that is given. */
 static const char *const config_keys[] = {
-    "reshard_after_forward", "cpu_offload", "offload_params", "activation_checkpointing", "forward_prefetch", "backward_prefetch", "version",
-    "state_dict_type", "cpu_ram_efficient_loading", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "sync_module_states",
+    "reshard_after_forward", "sharding_strategy", "cpu_offload", "offload_params", "activation_checkpointing", "forward_prefetch",
+    "backward_prefetch", "version", "xla", "state_dict_type", "cpu_ram_efficient_loading", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "sync_module_states",
     "use_orig_params", "limit_all_gathers"};
 static const char *const config_notes[] = {
     "the adapter is always saved as one PEFT folder", "always so here: each rank reads its own ranges of the file",
@@ -324,7 +325,8 @@ static ql_status config_key(const char *key, const json_t *v, ql_fsdp *f, json_t
     int k = 0;
     while (k < CONFIG_KEYS && strcmp(name, config_keys[k])) k++;
     switch (k) {
-    case K_RESHARD: return config_reshard(v, f);
+    case K_RESHARD:
+    case K_STRATEGY: return config_reshard(key, v, f);
     case K_OFFLOAD:
     case K_OFFLOAD2: return config_bool(key, v, &set, &f->offload);
     case K_CHECKPOINT: return config_bool(key, v, &f->checkpoint_set, &f->checkpoint);
@@ -337,6 +339,9 @@ static ql_status config_key(const char *key, const json_t *v, ql_fsdp *f, json_t
     case K_VERSION:
         if (json_is_integer(v) && (json_integer_value(v) == 1 || json_integer_value(v) == 2)) return QL_OK;
         QL_FAIL(QL_EINVAL, "fsdp_config: 'version' must be 1 or 2");
+    case K_XLA:
+        if (json_is_false(v)) return QL_OK;
+        QL_FAIL(QL_ENOSUP, "fsdp_config: xla is not supported: there is no TPU here");
     default: break;
     }
     if (k == CONFIG_KEYS)

@@ -45,6 +45,14 @@ TEST(what_is_set_arrives)
     CHECK_OK(ql_args_from_job(j, &a));
     CHECK(a.fsdp.mode == QL_FSDP_ON && a.adam_paged && a.adam.kind == QL_ADAM_TORCH && a.checkpointing == QL_PICK_YES && a.dtype == QL_BF16);
     ql_job_free(j);
+    static const ql_pick picks[] = {QL_PICK_AUTO, QL_PICK_NO, QL_PICK_YES};
+    static const char *const words[] = {"{\"activation_offloading\":\"auto\"}", "{\"activation_offloading\":false}", "{\"activation_offloading\":true}"};
+    for (int i = 0; i < 3; i++) {
+        j = job_of(words[i]);
+        CHECK_OK(ql_args_from_job(j, &a));
+        CHECK(a.activation_offload == picks[i]);
+        ql_job_free(j);
+    }
     j = job_of("{\"fp16\":true,\"bf16\":true}");
     CHECK_FAILS(ql_args_from_job(j, &a), QL_EINVAL, "keep one");
     ql_job_free(j);

@@ -1,5 +1,5 @@
 #include "core/job.h"
-#include "tests/test.h"
+#include "tests/tmp.h"
 
 static ql_job *fresh(void)
 {
@@ -163,6 +163,17 @@ TEST(bad_values_name_the_setting)
         {"fsdp", "\"hybrid_shard\"", QL_ENOSUP, "hybrid_shard"},
         {"fsdp_config", "{\"cpu_offlod\": true}", QL_EINVAL, "did you mean 'cpu_offload'"},
         {"fsdp_config", "{\"reshard_after_forward\": 4}", QL_ENOSUP, "smaller group"},
+        {"fsdp_config", "{\"fsdp_sharding_strategy\": \"HYBRID_SHARD\"}", QL_ENOSUP, "'HYBRID_SHARD' is not supported"},
+        {"fsdp_config", "{\"fsdp_backward_prefetch\": \"BACKWARD_POST\"}", QL_ENOSUP, "'BACKWARD_POST' is not supported"},
+        {"fsdp_config", "{\"activation_checkpointing\": \"yes\"}", QL_EINVAL, "'activation_checkpointing' must be true or false"},
+        {"fsdp_config", "{\"xla\": true}", QL_ENOSUP, "xla"},
+        {"fsdp_config", "\"nowhere/fsdp.json\"", QL_EIO, "fsdp.json"},
+        {"fsdp", "\"full_shard warp\"", QL_EINVAL, "'warp' is none of auto, true, false, full_shard"},
+        {"fsdp", "[\"full_shard\", 1]", QL_EINVAL, "words such as full_shard"},
+        {"activation_offloading", "\"maybe\"", QL_EINVAL, "must be one of auto, true, false"},
+        {"param_dtype", "\"float64\"", QL_EINVAL, "must be one of auto"},
+        {"output_dtype", "\"float8\"", QL_EINVAL, "must be one of auto"},
+        {"forward_prefetch", "\"ahead\"", QL_EINVAL, "forward_prefetch: must be true or false"},
         {"exact_worlds", "6", QL_EINVAL, "power of two"},
         {"logging_steps", "1.5", QL_EINVAL, "whole number of steps"},
         {"max_steps", "0", QL_EINVAL, "-1"},
@@ -231,6 +242,65 @@ TEST(notes_of_what_has_no_effect)
     CHECK(strstr(json_string_value(json_array_get(notes, 0)), "report_to: accepted, nothing is sent"));
     CHECK(strstr(json_string_value(json_array_get(notes, 2)), "fsdp_config state_dict_type"));
     json_decref(notes);
+    ql_job_free(j);
+}
+
+/* What is on without a choice is said where it is turned off, under each of its names. */
+TEST(prefetch_is_always_on_and_said_so)
+{
+    static const char *const cases[][2] = {{"forward_prefetch", "false"}, {"backward_prefetch", "false"},
+                                           {"fsdp_config", "{\"forward_prefetch\": false}"},
+                                           {"fsdp_config", "{\"backward_prefetch\": \"NO_PREFETCH\"}"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        ql_job *j = fresh();
+        CHECK_OK(set_json(j, cases[i][0], cases[i][1]));
+        json_t *notes = ql_job_notes(j);
+        CHECK_INT(json_array_size(notes), 1);
+        CHECK(strstr(json_string_value(json_array_get(notes, 0)), "always on here, it costs no memory"));
+        json_decref(notes);
+        ql_job_free(j);
+    }
+}
+
+/* transformers' file form of fsdp_config, with accelerate's spelling of the keys: the job has what was in it. */
+TEST(fsdp_config_from_a_file)
+{
+    ql_job *j = fresh(), *k = NULL;
+    ql_fsdp f;
+    const char *dir = tmp_dir("fsdp");
+    char path[QL_PATH_MAX];
+    tmp_text(dir, "fsdp.json", "{\"fsdp_sharding_strategy\": \"SHARD_GRAD_OP\", \"fsdp_offload_params\": true, \"xla\": false, \"version\": 2,"
+                               " \"fsdp_transformer_layer_cls_to_wrap\": [\"LlamaDecoderLayer\"], \"activation_checkpointing\": true}");
+    CHECK_OK(ql_path_join(path, dir, "fsdp.json"));
+    CHECK_OK(ql_job_set_text(j, "fsdp_config", path));
+    CHECK_OK(ql_job_set_text(j, "fsdp", "full_shard auto_wrap"));
+    CHECK(json_is_object(ql_job_get(j, "fsdp_config")));
+    CHECK_OK(ql_fsdp_parse(ql_job_get(j, "fsdp"), ql_job_get(j, "fsdp_config"), &f, NULL));
+    CHECK(f.mode == QL_FSDP_ON && !f.reshard && f.offload && f.checkpoint_set && f.checkpoint);
+    json_t *o = ql_job_json(j);
+    CHECK(remove(path) == 0);
+    CHECK_OK(ql_job_from_json(o, &k)); /* the file is not needed again */
+    tmp_text(dir, "fsdp.json", "{\"cpu_offlod\": true}");
+    CHECK_FAILS(ql_job_set_text(j, "fsdp_config", path), QL_EINVAL, "did you mean 'cpu_offload'");
+    json_decref(o);
+    ql_job_free(j);
+    ql_job_free(k);
+}
+
+/* Names and values that are refused are not what anybody is sent to. */
+TEST(what_is_refused_is_not_proposed)
+{
+    const ql_setting *s;
+    int n = ql_settings(&s);
+    char near[160], quoted[160];
+    for (int i = 0; i < n; i++) {
+        if (!s[i].refused) continue;
+        snprintf(quoted, sizeof quoted, "'%s'", s[i].name);
+        CHECK_MSG(!strstr(ql_setting_nearest(s[i].name, near, sizeof near), quoted), "%s is proposed", s[i].name);
+    }
+    ql_job *j = fresh();
+    CHECK_FAILS(set_json(j, "bias", "\"al\""), QL_EINVAL, "bias: must be one of none, found");
+    CHECK_FAILS(set_json(j, "reduce_dtype", "\"float23\""), QL_EINVAL, "did you mean 'float32'? It must be one of float32, found");
     ql_job_free(j);
 }
 
@@ -363,5 +433,6 @@ TEST(forms)
 }
 
 TEST_MAIN(T(table_is_sound), T(upstream_names_are_known), T(defaults_of_qlora), T(values_in_every_form), T(bad_values_name_the_setting), T(hostile_json_is_refused),
-          T(what_upstream_says_by_default_is_harmless), T(notes_of_what_has_no_effect), T(jobs_travel_as_json), T(nearest_names), T(conflicts),
+          T(what_upstream_says_by_default_is_harmless), T(notes_of_what_has_no_effect), T(prefetch_is_always_on_and_said_so),
+          T(fsdp_config_from_a_file), T(what_is_refused_is_not_proposed), T(jobs_travel_as_json), T(nearest_names), T(conflicts),
           T(forms))
