@@ -4,8 +4,12 @@
 # make T4=1: a second build whose GPU code is compute_75 PTX alone and obeys a T4's limits on any card.
 BUILD  ?= $(if $(T4),build-t4,build)
 PYTHON ?= /usr/bin/python3
-CC     ?= gcc
-CXX    ?= g++
+ifeq ($(origin CC),default)
+CC     := gcc
+endif
+ifeq ($(origin CXX),default)
+CXX    := g++
+endif
 OPT    ?= -O3 -g
 # Runs on any x86-64 of the last ten years (AVX2 + FMA + F16C); make ARCH= for anything else.
 ARCH   ?= $(if $(filter x86_64,$(shell uname -m)),-march=haswell)
@@ -16,6 +20,17 @@ CPPFLAGS += -I. -MMD -MP
 # The CUDA backend, opened at run time, takes ql_fail and its neighbours from the program.
 LDFLAGS  += -rdynamic
 LDLIBS   += -ljansson -lpcre2-8 -lopenblas -lpthread -ldl -lm
+
+# Packages that are missing come first: what is looked for below must be there when make reads it.
+ifeq ($(MAKELEVEL)$(filter info clean,$(MAKECMDGOALS)),0)
+ifneq ($(shell .ci/setup system >&2 && echo done),done)
+$(error the build needs these packages)
+endif
+# As many jobs as cores, where nobody says otherwise.
+ifeq ($(filter -j% --jobs%,$(MAKEFLAGS)),)
+MAKEFLAGS += -j$(shell nproc)
+endif
+endif
 
 # Without make's own rules: their search for ways to make the dependency files below takes half a minute.
 MAKEFLAGS += --no-builtin-rules
@@ -47,12 +62,10 @@ $(BUILD)/qlora-engine: $(BUILD)/core/engine_main.o $(LIB)
 
 include $(wildcard kernels/cuda/build.mk magics/build.mk kernel/build.mk tests/build.mk)
 
-all: setup-system $(LIB) $(PROGRAMS)
+all: $(LIB) $(PROGRAMS)
 
-# ---- set-up: system packages from one list, Python tools from one pinned list -------------------
-setup-system:
-	@.ci/setup system
-setup-python: setup-system
+# Python tools from one pinned list.
+setup-python:
 	@PYTHON=$(PYTHON) .ci/setup python $(BUILD)/venv
 
 # What was found on this machine, and what is missing, why, and how to get it.
@@ -64,4 +77,4 @@ clean:
 	rm -rf $(BUILD) build-asan
 
 -include $(shell find $(BUILD) -name 'venv*' -prune -o -type f -name '*.d' -print 2>/dev/null)
-.PHONY: all info setup-system setup-python clean
+.PHONY: all info setup-python clean

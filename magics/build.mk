@@ -78,7 +78,7 @@ $(WHEEL_PY) $(WHEEL_TINY) $(WHEEL_TREE)/reference.py:
 	cp $< $@
 
 # CUDA_LIB is set by kernels/cuda/build.mk, read before this file, where nvcc is found.
-wheel-tree: setup-system $(WHEEL_TREE)/_core.abi3.so $(WHEEL_TREE)/bin/qlora-engine $(WHEEL_TREE)/reference.py \
+wheel-tree: $(WHEEL_TREE)/_core.abi3.so $(WHEEL_TREE)/bin/qlora-engine $(WHEEL_TREE)/reference.py \
             $(if $(CUDA_LIB),$(WHEEL_TREE)/bin/libqlora-cuda.so) \
             $(WHEEL_PY) $(WHEEL_TINY)
 

@@ -13,7 +13,7 @@ $(BUILD)/tests/%: $(BUILD)/tests/exact/%.o $(LIB)
 	@mkdir -p $(@D)
 	$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
 
-exact: setup-system $(BUILD)/tests/test_exact
+exact: $(BUILD)/tests/test_exact
 	$(BUILD)/tests/test_exact product
 
 # The op test: test_ops with the CPU backend, ops_cuda without it and its BLAS.
@@ -60,10 +60,10 @@ $(FUZZ_BUILD)/libfuzz.a: $(FUZZ_LIB_OBJ)
 $(FUZZ_BUILD)/fuzz_%: tests/fuzz/fuzz_%.c $(FUZZ_BUILD)/libfuzz.a
 	$(CLANG) $(CPPFLAGS) $(FUZZ_CFLAGS) -fsanitize=fuzzer $< $(FUZZ_BUILD)/libfuzz.a -o $@ $(LDLIBS)
 
-fuzz: setup-system $(FUZZERS)
+fuzz: $(FUZZERS)
 	@BUILD=$(BUILD) FUZZERS='$(FUZZERS)' FUZZ_TIME=$(FUZZ_TIME) tests/run tests/fuzz/run_fuzz
 
-unit: setup-system $(UNIT)
+unit: $(UNIT)
 	@tests/run $(UNIT)
 
 test: setup-python all $(UNIT) $(RANKS_TESTS) $(FUZZERS)
@@ -72,7 +72,7 @@ test: setup-python all $(UNIT) $(RANKS_TESTS) $(FUZZERS)
 # Live transformers, peft and bitsandbytes against the engine. They have their own environment (torch's CPU build
 # is enough); HF_VENV=/path takes one that is there, installed from tests/hf/requirements.txt.
 HF_VENV ?=
-hf-venv: setup-system
+hf-venv:
 	@[ -n "$(HF_VENV)" ] || PYTHON=$(PYTHON) .ci/setup python $(BUILD)/venv-hf tests/hf/requirements.txt
 
 test-hf: hf-venv all
@@ -80,7 +80,7 @@ test-hf: hf-venv all
 
 # CPU figures of this machine: a training step and the tokenizer beside the Hugging Face libraries (where hf-venv or HF_VENV is there),
 # memory of a large data set, the op table.
-bench: setup-system all $(BUILD)/tests/tokenizer_speed $(BUILD)/tests/rows_memory $(BUILD)/tests/test_ops
+bench: all $(BUILD)/tests/tokenizer_speed $(BUILD)/tests/rows_memory $(BUILD)/tests/test_ops
 	@BUILD=$(BUILD) HF=$(or $(HF_VENV),$(BUILD)/venv-hf) tests/bench/run.sh
 .PHONY: bench
 
