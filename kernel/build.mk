@@ -9,7 +9,7 @@ endif
 endif
 
 KERNEL_WHY := $(PYTHON) does not run
-$(shell mkdir -p $(BUILD)/kernel; '$(PYTHON)' kernel/spec.py make > $(BUILD)/kernel/python.mk)
+$(shell mkdir -p $(BUILD)/kernel; '$(PYTHON)' kernel/spec.py make > $(BUILD)/kernel/python.mk 2>/dev/null)
 include $(BUILD)/kernel/python.mk
 
 ifeq ($(KERNEL_WHY),)

@@ -46,7 +46,7 @@ test: $(BUILD)/venv-kaggle/.done wheel
 # one of the archives is missing, all stay shared and the wheel is for this machine alone (its name says so).
 WHEEL         := $(BUILD)/wheel
 WHEEL_TREE    := $(WHEEL)/tree/qlora
-WHEEL_ARCHIVE := $(wildcard $(foreach l,jansson pcre2-8 openblas,$(shell $(CC) -print-file-name=lib$l.a)))
+WHEEL_ARCHIVE := $(wildcard $(foreach l,jansson pcre2-8 openblas,$(shell $(CC) -print-file-name=lib$l.a 2>/dev/null)))
 WHEEL_SHARED  := $(if $(filter 3,$(words $(WHEEL_ARCHIVE))),,1)
 WHEEL_LIBS    := $(if $(WHEEL_SHARED),$(LDLIBS),$(WHEEL)/libjansson.a -Wl,--defsym=ql_no_stdin=0 \
                  $(filter-out %/libjansson.a,$(WHEEL_ARCHIVE)) -lpthread -ldl -lm)
