@@ -144,8 +144,8 @@ static ql_status differences(const json_t *o, const ql_job *job, json_t **out)
         char was[80];
         bool counts = strcmp(s[i].group, "lora") == 0 || strcmp(s[i].group, "data") == 0 || strcmp(s[i].group, "train") == 0 ||
                       strcmp(s[i].group, "model") == 0;
-        /* a step's micro-batches are what counts, check_data compares them */
-        if (strcmp(s[i].name, "gradient_accumulation_steps") == 0) continue;
+        /* a step's micro-batches are what counts, check_data compares them; what a run started from is past */
+        if (strcmp(s[i].name, "gradient_accumulation_steps") == 0 || strcmp(s[i].name, "adapter") == 0) continue;
         if (!counts || s[i].note || s[i].refused || json_equal(a, b)) continue;
         snprintf(was, sizeof was, "%.70s", ql_json_show(a));
         json_array_append_new(notes, json_sprintf("%s: %s in the checkpoint, %s now", s[i].name, was, ql_json_show(b)));

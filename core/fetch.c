@@ -13,6 +13,7 @@ enum { MAX_PATTERNS = 64 };
 static const char *const model_files[] = {"config.json",        "generation_config.json",       "tokenizer*.json",
                                           "chat_template.*",    "special_tokens_map.json",      "added_tokens.json",
                                           "model*.safetensors", "model.safetensors.index.json"};
+static const char *const adapter_files[] = {"adapter_config.json", "adapter_model.safetensors"};
 static const char *const data_files[] = {"*.jsonl", "*.ndjson", "*.json", "*.csv", "*.tsv", "*.txt"};
 
 /* A repository's name, or a folder of the cache: its repository and the commit. */
@@ -40,17 +41,26 @@ static size_t patterns_of(const json_t *files, ql_fetch_what what, const char *l
     for (size_t i = 0; i < json_array_size(files) && n < MAX_PATTERNS; i++)
         if (json_is_string(json_array_get(files, i))) list[n++] = json_string_value(json_array_get(files, i));
     if (n) return n;
-    if (what == QL_FETCH_MODEL)
-        for (; n < sizeof model_files / sizeof *model_files; n++) list[n] = model_files[n];
-    else
-        for (; n < sizeof data_files / sizeof *data_files; n++) list[n] = data_files[n];
+    static const struct {
+        const char *const *names;
+        size_t n;
+    } usual[] = {[QL_FETCH_MODEL] = {model_files, sizeof model_files / sizeof *model_files},
+                 [QL_FETCH_DATA] = {data_files, sizeof data_files / sizeof *data_files},
+                 [QL_FETCH_ADAPTER] = {adapter_files, sizeof adapter_files / sizeof *adapter_files}};
+    for (; n < usual[what].n; n++) list[n] = usual[what].names[n];
     return n;
 }
 
 /* The headers of all weight files can be read: a snapshot that Python left with its configuration alone is not whole. */
-static int whole(const char *folder)
+static int whole(const char *folder, ql_fetch_what what)
 {
     ql_model *m = NULL;
+    if (what == QL_FETCH_ADAPTER) {
+        char path[QL_PATH_MAX];
+        for (size_t i = 0; i < sizeof adapter_files / sizeof *adapter_files; i++)
+            if (ql_path_join(path, folder, adapter_files[i]) != QL_OK || !ql_path_is_file(path)) return 0;
+        return 1;
+    }
     ql_status st = ql_model_open(folder, &m);
     ql_model_close(m);
     ql_error_clear();
@@ -70,8 +80,8 @@ ql_status ql_fetch(const ql_hub_access *hub, ql_fetch_what what, const char *nam
                         .offline = true, .progress = hub->progress, .user = hub->user};
     /* A model that is here whole is taken as it is, without a question to the network; of a data set the hub is asked, since nothing
      * says which files it has. */
-    ql_status st = hub->offline || what == QL_FETCH_MODEL ? ql_hub_snapshot(&o, repo, list, n, path) : QL_EIO;
-    if (!hub->offline && (st != QL_OK || !whole(path))) {
+    ql_status st = hub->offline || what != QL_FETCH_DATA ? ql_hub_snapshot(&o, repo, list, n, path) : QL_EIO;
+    if (!hub->offline && (st != QL_OK || !whole(path, what))) {
         ql_error_clear();
         o.offline = false;
         st = ql_hub_snapshot(&o, repo, list, n, path);

@@ -82,7 +82,7 @@ typedef struct {
     int (*progress)(void *user, const char *file, int64_t done, int64_t total);
     void *user;
 } ql_hub_access;
-typedef enum { QL_FETCH_MODEL, QL_FETCH_DATA } ql_fetch_what;
+typedef enum { QL_FETCH_MODEL, QL_FETCH_DATA, QL_FETCH_ADAPTER } ql_fetch_what;
 
 /* Whether a name could be one on the hub: "organisation/name", or a folder of its cache that may be gone. */
 int ql_fetch_named(const char *name);
@@ -103,7 +103,7 @@ ql_status ql_run_report(const char *path, json_t **out);
  * qlora-engine reads commands from fd 3 and writes events to fd 3 (a socketpair), one JSON object a line.
  * End of input ends it. One command at a time; "stop" at any time.
  *
- *   {"cmd":"train","id":1,"job":{…},"run":"runs/run-1"}            fresh adapters from the seed
+ *   {"cmd":"train","id":1,"job":{…},"run":"runs/run-1"}            fresh adapters from the seed, or the job's "adapter"
  *   {"cmd":"train","id":2,"job":{…},"run":"runs/run-1","resume":"runs/run-1/checkpoint-40"}
  *      "steps":N      stop after N steps of the same schedule (baseline)
  *      "train_data":PATH   a tokenised data set (core/dataset.h) in place of the job's data

@@ -2,7 +2,7 @@
 #include "core/cost.h"
 #include "core/devices.h"
 #include "core/file.h"
-#include "core/lora.h"
+#include "core/lora_job.h"
 #include "core/prepare.h"
 #include "core/qlora.h"
 #include "core/task.h"
@@ -11,17 +11,6 @@
 #include <string.h>
 
 /* ---- model ------------------------------------------------------------------------------------ */
-
-static ql_status lora_of(const ql_job *job, const ql_config *cfg, ql_lora **out)
-{
-    ql_lora_config c;
-    json_t *o = ql_job_group(job, "lora");
-    if (!o) QL_FAIL(QL_ENOMEM, "no memory for the LoRA settings");
-    ql_status st = ql_lora_config_parse(o, "config", &c);
-    json_decref(o);
-    if (st != QL_OK) return st;
-    return ql_lora_build(cfg, &c, out);
-}
 
 static int quantised(const ql_model *m)
 {
@@ -66,7 +55,7 @@ ql_status ql_model_report(const ql_job *job, json_t **out)
             return ql_fail(why, "%s", first);
         }
     }
-    QL_GO(lora_of(job, &m->cfg, &lora));
+    QL_GO(ql_lora_of_job(job, NULL, &m->cfg, &lora));
     QL_GO(base_bytes(job, m, &bytes));
     ql_lora_summary(lora, &m->cfg, trainable, sizeof trainable);
     const ql_config *c = &m->cfg;

@@ -116,6 +116,7 @@ static ql_status place(session *s, json_t *command, const ql_prepared *data)
                          .train = data->train[0] ? data->train : NULL,
                          .eval = data->eval[0] ? data->eval : NULL,
                          .adapter = json_string_value(json_object_get(command, "adapter")),
+                         .resume = json_string_value(json_object_get(command, "resume")),
                          .weights = QL_WEIGHTS_MAPPED,
                          .place = s->place};
     ql_task *t = NULL;

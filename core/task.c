@@ -1,7 +1,7 @@
 #include "core/task.h"
 
 #include "core/hub.h"
-#include "core/lora.h"
+#include "core/lora_job.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -32,18 +32,15 @@ void ql_task_batch_bounds(const ql_dataset *d, int64_t batch, int64_t round, int
 
 static ql_status open_adapters(ql_task *t, const ql_task_inputs *in)
 {
-    ql_lora_config cfg;
     if (in->adapter) return ql_lora_open(in->adapter, &t->model->cfg, &t->lora);
-    json_t *o = ql_job_group(t->job, "lora");
-    if (!o) QL_FAIL(QL_ENOMEM, "no memory for the LoRA settings");
-    ql_status st = ql_lora_config_parse(o, "config", &cfg);
-    json_decref(o);
-    if (st != QL_OK) return st;
+    QL_TRY(ql_lora_of_job(t->job, in->resume, &t->model->cfg, &t->lora));
     /* What PEFT's AutoPeftModel looks for: the hub's name where the folder is a download, else the folder. */
     char name[256];
-    free(cfg.base);
-    cfg.base = strdup(ql_hub_name(t->args.model, name, sizeof name) ? name : t->args.model);
-    return ql_lora_build(&t->model->cfg, &cfg, &t->lora);
+    char *base = strdup(ql_hub_name(t->args.model, name, sizeof name) ? name : t->args.model);
+    if (!base) QL_FAIL(QL_ENOMEM, "no memory for a name");
+    free(t->lora->cfg.base);
+    t->lora->cfg.base = base;
+    return QL_OK;
 }
 
 /* fp16 on a T4, bf16 where it is in hardware, fp32 on a CPU; the residual stream of Qwen in fp16 needs more range. */

@@ -14,6 +14,7 @@ typedef struct {
     const json_t *job;
     const char *train, *eval;  /* tokenised datasets; NULL none (plans assume full rows) */
     const char *adapter;       /* PEFT folder whose settings replace the job's; NULL */
+    const char *resume;        /* checkpoint that a run goes on from; NULL */
     ql_weights weights;
     ql_place place;            /* where it is to run */
 } ql_task_inputs;

@@ -2,6 +2,7 @@
 
 #include "core/file.h"
 #include "core/history.h"
+#include "core/lora_job.h"
 #include "core/sampler.h"
 #include "core/save.h"
 
@@ -180,6 +181,8 @@ static ql_status report_start(run *x, int64_t resumed)
         json_array_append_new(devices, json_pack("{s:i,s:s,s:I}", "rank", i, "name", s->name, "total", (json_int_t)s->mem.total));
     }
     for (int i = 0; i < t->why.n; i++) json_array_append_new(why, json_string(t->why.text[i]));
+    const char *adapter = ql_job_str(t->job, "adapter");
+    if (adapter && !resumed) json_array_append_new(why, json_sprintf("adapters start from %s", adapter));
     ql_lora_summary(t->lora, &t->model->cfg, trainable, sizeof trainable);
     return ql_worker_emit(x->w, "start",
                           json_pack("{s:s,s:I,s:f,s:i,s:s,s:s,s:s,s:I,s:s,s:I,s:o,s:o}", "run", x->dir, "max_steps",
@@ -192,7 +195,7 @@ static ql_status report_start(run *x, int64_t resumed)
 
 /* ---- the run ---------------------------------------------------------------------------------- */
 
-/* Fresh adapters from the seed and empty optimizer states; or a checkpoint's. */
+/* Fresh adapters from the seed, or those of `adapter`, and empty optimizer states; or all that a checkpoint has. */
 static ql_status begin(run *x, const char *resume)
 {
     ql_task *t = x->t;
@@ -207,7 +210,7 @@ static ql_status begin(run *x, const char *resume)
         QL_GO(ql_save_resume(x->w, resume, x->history));
         x->done = ql_history_done(x->history);
     } else {
-        ql_lora_init(t->lora, t->args.seed, flat);
+        QL_GO(ql_lora_first(t->lora, t->job, flat));
         QL_GO(ql_rank_set_adapters(x->r, flat));
     }
 out:

@@ -1,6 +1,7 @@
 #include "core/verify.h"
 
 #include "core/hash.h"
+#include "core/lora_job.h"
 #include "core/nf4.h"
 #include "core/qlora.h"
 #include "kernels/half.h"
@@ -516,7 +517,7 @@ out:
     return st;
 }
 
-/* The run's first loss, done again: fresh adapters from the seed, the same samples, the same dropout. */
+/* The run's first loss, done again: the adapters it began with, the same samples, the same dropout. */
 static ql_status check_first(verify *v, const json_t *report)
 {
     const ql_task *t = v->t;
@@ -532,13 +533,13 @@ static ql_status check_first(verify *v, const json_t *report)
     ql_status st = QL_OK;
     if (!held || !fresh) QL_GO(ql_fail(QL_ENOMEM, "verify: no host memory for the adapters"));
     QL_GO(ql_rank_get_adapters(v->r, held));
-    ql_lora_init(t->lora, t->args.seed, fresh);
+    QL_GO(ql_lora_first(t->lora, t->job, fresh));
     QL_GO(ql_rank_set_adapters(v->r, fresh));
     QL_GO(ql_train_data(v->w, 0, &d));
     QL_GO(loss_of(v, &d, &loss));
     QL_GO(ql_rank_set_adapters(v->r, held));
     snprintf(now, sizeof now, "%08x", ql_f32_bits(loss));
-    check(v, "first loss again", strcmp(now, bits) == 0, "step 1 from the seed: %.6f (%s) now on %d device%s, %s in the run's record of %lld",
+    check(v, "first loss again", strcmp(now, bits) == 0, "step 1 done again: %.6f (%s) now on %d device%s, %s in the run's record of %lld",
           (double)loss, now, v->r->set.world, v->r->set.world > 1 ? "s" : "", bits, (long long)json_integer_value(json_object_get(start, "world")));
 out:
     free(held);

@@ -86,6 +86,7 @@ static ql_status take_task(ql_worker *w, const json_t *c)
                          .train = json_string_value(json_object_get(c, "train_data")),
                          .eval = json_string_value(json_object_get(c, "eval_data")),
                          .adapter = json_string_value(json_object_get(c, "adapter")),
+                         .resume = json_string_value(json_object_get(c, "resume")),
                          .weights = QL_WEIGHTS_MAPPED,
                          .place = place_of(c)};
     ql_task *t = NULL;

@@ -120,6 +120,8 @@ static void offer_setting(ql_magics *m, json_t *out, const ql_setting *s, const 
         offer_choices(out, "true|false", prefix);
     else if (s->choices)
         offer_choices(out, s->choices, prefix);
+    else if (strcmp(s->name, "adapter") == 0)
+        offer_arg(m, out, QL_ARG_RUN, NULL, prefix);
     else if (strcmp(s->name, "devices") == 0) {
         const json_t *list = json_object_get(m->devices, "devices")
                                  ? json_object_get(m->devices, "devices")

@@ -250,16 +250,45 @@ ql_status ql_session_run_job(ql_magics *m, const char *path, ql_job **job)
     return st;
 }
 
-/* Where an adapter lies: a run's folder, or null for the base model (`none`). */
-ql_status ql_session_adapter(ql_magics *m, const char *run, json_t **adapter)
+ql_status ql_session_adapter(ql_magics *m, const char *run, const ql_job *job, json_t **adapter)
 {
     char *path = NULL;
     if ((run && strcmp(run, "none") == 0) || (!run && !m->last_path)) {
-        *adapter = json_null();
+        const char *first = run ? NULL : ql_job_str(job, "adapter");
+        *adapter = first ? json_string(first) : json_null();
         return QL_OK;
     }
     QL_TRY(ql_session_run_path(m, run, &path));
     *adapter = ql_text_json(path, strlen(path));
     free(path);
     return QL_OK;
+}
+
+/* Of a run, its own adapter or its last checkpoint's; else a folder; else a name on the hub. */
+static ql_status adapter_path(ql_magics *m, const char *name, char **folder)
+{
+    char *run = NULL, *path = NULL;
+    if (asprintf(&run, "%s/%s", m->runs, name) < 0) QL_FAIL(QL_ENOMEM, "out of memory");
+    int here = exists(run) || exists(name);
+    free(run);
+    if (!here && ql_fetch_named(name)) return ql_session_fetch(m, QL_FETCH_ADAPTER, name, NULL, NULL, folder);
+    ql_status st = ql_session_run_path(m, name, &path);
+    if (st == QL_OK) st = ql_session_adapter_folder(path, folder);
+    if (st != QL_OK) ql_error_prefix("adapter: ");
+    free(path);
+    return st;
+}
+
+ql_status ql_session_apply(ql_magics *m, const ql_call *call, ql_job *job)
+{
+    char *folder = NULL;
+    QL_TRY(ql_call_apply(call, job));
+    const char *name = ql_job_str(job, "adapter");
+    if (!name) return QL_OK;
+    QL_TRY(adapter_path(m, name, &folder));
+    json_t *v = ql_text_json(folder, strlen(folder));
+    ql_status st = ql_job_set(job, "adapter", v);
+    json_decref(v);
+    free(folder);
+    return st;
 }

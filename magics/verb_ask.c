@@ -33,9 +33,9 @@ ql_status ql_verb_eval(ql_magics *m, const ql_call *call, json_t **out)
     ql_status st = QL_OK;
     QL_TRY(ql_session_need_model(m));
     QL_GO(ql_job_copy(m->job, &job));
-    QL_GO(ql_call_apply(call, job));
+    QL_GO(ql_session_apply(m, call, job));
     QL_GO(ql_job_check(job));
-    QL_GO(ql_session_adapter(m, call->n_args ? call->args[0] : NULL, &adapter));
+    QL_GO(ql_session_adapter(m, call->n_args ? call->args[0] : NULL, job, &adapter));
     cmd = json_pack("{s:s, s:o, s:O}", "cmd", "eval", "job", ql_job_json(job), "adapter", adapter);
     QL_GO(ql_session_ask(m, cmd, "eval", &result, NULL));
     snprintf(line, sizeof line, "eval_loss %.4f", ql_jnum(result, "eval_loss", (double)NAN));
@@ -52,12 +52,16 @@ ql_status ql_verb_verify(ql_magics *m, const ql_call *call, json_t **out)
 {
     json_t *cmd = NULL, *result = NULL;
     ql_job *job = NULL;
-    char *path = NULL;
+    char *path = NULL, *folder = NULL;
     ql_status st = QL_OK;
     QL_TRY(ql_session_run_path(m, call->n_args ? call->args[0] : NULL, &path));
     QL_GO(ql_session_run_job(m, path, &job));
     cmd = json_pack("{s:s, s:o, s:s}", "cmd", "verify", "job", ql_job_json(job), "run", path);
     if (!cmd) QL_GO(ql_fail(QL_EINVAL, "a run's path must be UTF-8"));
+    if (ql_job_str(job, "adapter")) { /* the run's own table: what it started from may be gone */
+        QL_GO(ql_session_adapter_folder(path, &folder));
+        json_object_set_new(cmd, "adapter", json_string(folder));
+    }
     QL_GO(ql_session_ask(m, cmd, "verify", &result, NULL));
     st = ql_result("verify", "qlora verify", json_incref(result), ql_view_verify(result), out);
 out:
@@ -65,6 +69,7 @@ out:
     json_decref(cmd);
     json_decref(result);
     free(path);
+    free(folder);
     return st;
 }
 

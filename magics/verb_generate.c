@@ -140,7 +140,7 @@ ql_status ql_verb_generate(ql_magics *m, const ql_call *call, json_t **out)
     ql_status st = QL_OK;
     QL_TRY(ql_session_need_model(m));
     QL_GO(generate_prompts(call, &g.prompts));
-    QL_GO(ql_session_adapter(m, ql_call_str(call, "run", NULL), &adapter));
+    QL_GO(ql_session_adapter(m, ql_call_str(call, "run", NULL), m->job, &adapter));
     QL_GO(ql_live_open(&o, &g.live));
     cmd = generate_command(m, call, g.prompts, adapter);
     g.result = json_pack("{s:[], s:[]}", "texts", "base");

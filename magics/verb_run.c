@@ -278,7 +278,7 @@ ql_status ql_verb_train(ql_magics *m, const ql_call *call, json_t **out)
     char name[128], *path = NULL;
     ql_status st = QL_OK;
     QL_TRY(ql_job_copy(m->job, &job));
-    QL_GO(ql_call_apply(call, job));
+    QL_GO(ql_session_apply(m, call, job));
     QL_GO(need_job(m, job));
     QL_GO(new_run(m, job, name, sizeof name, &path));
     run_request q = {.m = m,

@@ -106,7 +106,7 @@ ql_status ql_verb_load(ql_magics *m, const ql_call *call, json_t **out)
     ql_status st = QL_OK;
     json_t *value = NULL;
     QL_TRY(ql_job_copy(m->job, &job));
-    QL_GO(ql_call_apply(call, job));
+    QL_GO(ql_session_apply(m, call, job));
     QL_GO(ql_session_fetch(m, QL_FETCH_MODEL, call->args[0], ql_job_str(job, "revision"), NULL, &path));
     value = ql_text_json(path, strlen(path));
     QL_GO(ql_job_set(job, "model", value));
@@ -182,7 +182,7 @@ ql_status ql_verb_config(ql_magics *m, const ql_call *call, json_t **out)
     QL_TRY(ql_job_copy(m->job, &job));
     if (ql_call_flag(call, "reset")) QL_GO(config_reset(m->job, &job));
     if (from) QL_GO(config_load(from, &job));
-    QL_GO(ql_call_apply(call, job));
+    QL_GO(ql_session_apply(m, call, job));
     /* Before there is data a setting may wait for it (eval_strategy for an eval_dataset): said, not
      * refused. */
     if (ql_job_check(job) != QL_OK) {
@@ -274,7 +274,7 @@ ql_status ql_verb_data(ql_magics *m, const ql_call *call, json_t **out)
     json_t *value = NULL, *report = NULL;
     ql_status st = QL_OK;
     QL_TRY(ql_job_copy(m->job, &job));
-    QL_GO(ql_call_apply(call, job)); /* first: data_files says what is fetched */
+    QL_GO(ql_session_apply(m, call, job)); /* first: data_files says what is fetched */
     if (call->n_args > 0) {
         QL_GO(data_source(m, call->args[0], job, &path));
         if (strcmp(path, call->args[0]) != 0) QL_GO(bundled_data(job, &path));
@@ -366,7 +366,7 @@ ql_status ql_verb_plan(ql_magics *m, const ql_call *call, json_t **out)
     ql_status st = QL_OK;
     QL_TRY(ql_session_need_model(m));
     QL_GO(ql_job_copy(m->job, &job));
-    QL_GO(ql_call_apply(call, job));
+    QL_GO(ql_session_apply(m, call, job));
     QL_GO(ql_job_check(job));
     if (on) { /* all of them, whatever the job runs on here */
         QL_GO(made_up(on, &mine));

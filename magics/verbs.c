@@ -30,7 +30,7 @@ static const ql_option plan_options[] = {
 static const ql_option train_options[] = {
     {"every", QL_ARG_INT, NULL, NULL, "where only stdout is kept: one line every N steps"}, {0}};
 static const ql_option generate_options[] = {
-    {"run", QL_ARG_RUN, NULL, NULL, "whose adapter; default: the last run's; none: the base model"},
+    {"run", QL_ARG_RUN, NULL, NULL, "whose adapter; default: the last run's, else --adapter's; none: the base model"},
     {"max_new_tokens", QL_ARG_INT, "64", NULL, "longest answer"},
     {"temperature", QL_ARG_FLOAT, "0", NULL, "0 takes the likeliest token"},
     {"top_p", QL_ARG_FLOAT, "1", NULL, "smallest set of tokens that holds this probability"},
@@ -90,15 +90,16 @@ static const ql_verb table[] = {
      "train fresh adapters from the seed, live",
      "Every train is a new run (run-1, run-2 …) under runs/. Settings given here hold for this "
      "run. Stop saves a "
-     "checkpoint; resume goes on.",
-     "%qlora train\nr = %qlora train --max_steps 200 --learning_rate 1e-4"},
+     "checkpoint; resume goes on. --adapter starts from a run's weights, or those of a PEFT folder, with "
+     "a fresh optimizer.",
+     "%qlora train\nr = %qlora train --max_steps 200 --learning_rate 1e-4\n%qlora train --adapter run-1"},
     {"resume", "[RUN]", QL_ARG_RUN, 0, 1, QL_BODY_NONE, QL_TAKES_ONCE, train_options,
      ql_verb_resume, "go on with a stopped run from its last checkpoint",
      "RUN is a run's name or a checkpoint folder; default: the last run.",
      "%qlora resume\n%qlora resume run-2"},
     {"eval", "[RUN]", QL_ARG_RUN, 0, 1, QL_BODY_NONE, QL_TAKES_ONCE, NULL, ql_verb_eval,
      "loss on the evaluation data",
-     "RUN: whose adapter; default: the last run's; none: the base model.",
+     "RUN: whose adapter; default: the last run's, else --adapter's; none: the base model.",
      "%qlora eval\n%qlora eval run-1"},
     {"generate", "[PROMPT …]", QL_ARG_TEXT, 0, -1, QL_BODY_TEXT, QL_TAKES_NONE, generate_options,
      ql_verb_generate, "text from the weights being trained",

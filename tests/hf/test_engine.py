@@ -100,6 +100,26 @@ def test_peft_adapter(tmp_path, family, seed):
     assert models.relative(mine, theirs) < 1e-5
 
 
+@pytest.mark.parametrize("family", models.FAMILIES[:2])
+def test_training_from_a_peft_adapter(tmp_path, family, seed):
+    """`adapter`: an adapter that PEFT saved, B not zero, ranks and alphas by pattern; five steps as PEFT's, from_pretrained as trainable."""
+    case = models.Case(tmp_path, family, seed)
+    wrapped = ref.attach(copy.deepcopy(case.model_nf4), case.gen, **{**case.lora, "rank_pattern": {
+        f"layers.0.*.{case.lora['target_modules'][0]}": 3}, "alpha_pattern": {case.lora["target_modules"][-1]: 5}})
+    ref.save_adapter(wrapped, str(tmp_path / "adapter"))
+    job = {**train_job(case, case.folder_nf4, 7, adapter=str(tmp_path / "adapter")), "max_steps": 5}
+    job = {k: v for k, v in job.items() if k not in case.lora}
+    with Engine() as engine:
+        out = engine.run("train", job=job, run=str(tmp_path / "run"))
+    steps = [e for e in out["events"] if e["ev"] == "step"]
+    trained = peft.PeftModel.from_pretrained(copy.deepcopy(case.model_nf4), str(tmp_path / "adapter"), is_trainable=True)
+    losses, norms = models.train(trained, case.rows, 7, 5, BATCH, ACCUMULATION, RATE, WARMUP, 1.0, 0.01)
+    assert models.relative([loss_of(e) for e in steps], losses) < 1e-5
+    assert models.relative([e["grad_norm"] for e in steps], norms) < 1e-4
+    again = peft.PeftConfig.from_pretrained(out["adapter"])
+    assert again.rank_pattern == trained.peft_config["default"].rank_pattern and again.r == case.lora["r"]
+
+
 def test_text(tmp_path):
     """From text to losses: the engine's tokens, order and steps are those of kaggle/reference.py."""
     import reference

@@ -123,6 +123,23 @@ def test_a_callback_stops_and_it_is_resumed():
     assert again.state.global_step == 60
 
 
+def test_the_adapter_of_a_peft_model(folder):
+    """PeftModel.from_pretrained(…, is_trainable=True): training starts from its weights, with its settings."""
+    trainer(args=sft(max_steps=3)).train()
+    qlora.run("save", "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(TINY)
+    model = PeftModel.from_pretrained(base, "adapter", is_trainable=True)
+    t = qlora.SFTTrainer(model, args=sft(output_dir="on", learning_rate=0.0), train_dataset=rows())
+    t.train()
+    t.save_model("same")
+    assert (folder / "same" / "adapter_model.safetensors").read_bytes() == (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+    named = trainer(args=sft(output_dir="named"))
+    named.job["adapter"] = "adapter"
+    with pytest.raises(qlora.Error, match="lora_alpha|target_modules|r is"):
+        named.job["r"] = 3
+        named.train()
+
+
 def test_formatting_func_and_lists():
     data = [{"q": f"question {i}", "a": f"answer {i}"} for i in range(32)]
     a = trainer(train_dataset=data, formatting_func=lambda r: f"{r['q']}\n{r['a']}")

@@ -8,7 +8,10 @@ The engine trains; nothing of torch is used but the objects it is handed. What h
 error that names it."""
 import dataclasses
 import enum
+import hashlib
 import json
+import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -149,13 +152,15 @@ class TrainOutput(tuple):
 
 
 class SFTTrainer:
-    """TRL's trainer, its work done by the engine. model: a name, a folder, or a loaded model (then its name is what counts)."""
+    """TRL's trainer, its work done by the engine. model: a name, a folder, or a loaded model (then its name is what counts, and
+    the adapter that a PeftModel carries, fresh or from_pretrained, is what training starts from)."""
 
     def __init__(self, model, args=None, train_dataset=None, eval_dataset=None, peft_config=None, formatting_func=None, callbacks=None,
                  quantization_config=None, **others):
         self.args, self.run = args, None
         self._init = dict(getattr(args, "model_init_kwargs", None) or {})
         quantization_config = quantization_config or self._init.pop("quantization_config", None)
+        self._peft = model if getattr(model, "peft_config", None) and peft_config is None else None
         self.model_name, peft_config, quantization_config = _model(model, peft_config, quantization_config)
         if isinstance(quantization_config, dict):
             quantization_config = None  # of a file that is in 4 bits already: the engine reads it there
@@ -179,6 +184,8 @@ class SFTTrainer:
         for name, rows in self._data:
             if rows is not None:
                 job["data" if name == "train" else "eval_dataset"] = self._path(name, rows, folder)
+        if self._peft is not None and "adapter" not in job:
+            job["adapter"] = _adapter(self._peft, folder)
         run("load", self.model_name)
         return run("config", body=json.dumps(job), reset=True)
 
@@ -259,6 +266,20 @@ def _model(model, peft_config, quantization_config):
     if not name:
         raise Error("the model has no name: give SFTTrainer the folder or the name it was loaded from")
     return name, peft_config, quantization_config or getattr(config, "quantization_config", None)
+
+
+def _adapter(model, folder):
+    """The adapter as the PeftModel holds it, in a PEFT folder named by what is in it."""
+    where = Path(folder) / ".data"
+    where.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=where) as made:
+        model.save_pretrained(made)
+        name = getattr(model, "active_adapter", "default")
+        made = Path(made) / name if (Path(made) / str(name)).is_dir() else Path(made)  # any but "default" has a folder of its own
+        digest = hashlib.sha256(b"".join((made / f).read_bytes() for f in ("adapter_config.json", "adapter_model.safetensors")))
+        path = where / f"adapter-{digest.hexdigest()[:8]}"
+        shutil.copytree(made, path, dirs_exist_ok=True)
+    return str(path)
 
 
 class _Follower:
