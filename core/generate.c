@@ -1,149 +1,183 @@
-/* Text from the weights being trained: the layers' own forward with a key/value cache, one prompt at a time. All ranks compute the same
- * tokens; rank 0 says them. */
+/* Text from the weights being trained. The supervisor turns prompts into ids, all ranks compute the same tokens (decode.c), rank 0
+ * turns them into text as they come. */
 #include "core/generate.h"
 
 #include "core/chat.h"
+#include "core/decode.h"
 #include "core/file.h"
 #include "core/json.h"
-#include "core/sampler.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct {
-    int64_t max_new;
-    double temperature, top_p;
-    int64_t top_k;
-    ql_mt random;
-} sampling;
+enum { MAX_STOPS = 32, MAX_PROMPTS = 4096, MAX_NEW = 1 << 20 };
 
-typedef struct {
-    ql_worker *w;
-    ql_rank *r;
-    ql_tok *tok;
-    ql_chat *chat;
-    sampling s;
-    ql_tensor *k, *v;          /* (L) caches */
-    void *cache;               /* device memory of all of them */
-    int64_t rows;              /* of a cache */
-    ql_tensor logits;          /* (1, V) F32, device */
-    void *logits_mem;
-    float *row;                /* (V) host */
-    int *rank_of;              /* (V) host: sorting */
-    int64_t eos[16]; /* generation_config.json's, beside config.json's */
-    int eos_count;
-    const char *save_logits;   /* file for the logits after the (last) prompt; NULL */
-} gen;
+/* ---- in the supervisor ------------------------------------------------------------------------ */
 
-/* ---- sampling --------------------------------------------------------------------------------- */
-
-static const float *sort_row;
-static int by_logit(const void *a, const void *b)
+/* A number of the command, or what it is without one. A word for everything else that stands there. */
+static ql_status number(const json_t *command, const char *name, double least, double most, double otherwise, double *out)
 {
-    float x = sort_row[*(const int *)a], y = sort_row[*(const int *)b];
-    if (x != y) return x < y ? 1 : -1;
-    return *(const int *)a - *(const int *)b;
+    const json_t *v = json_object_get(command, name);
+    *out = otherwise;
+    if (!v || json_is_null(v)) return QL_OK;
+    if (!json_is_number(v) || !(json_number_value(v) >= least && json_number_value(v) <= most))
+        QL_FAIL(QL_EINVAL, "generate: %s must be a number from %g to %g", name, least, most);
+    *out = json_number_value(v);
+    return QL_OK;
 }
 
-static int32_t greedy(const float *row, int64_t n)
+static ql_status read_sampling(const json_t *command, ql_sampling *s)
 {
-    int64_t best = 0;
-    for (int64_t i = 1; i < n; i++)
-        if (row[i] > row[best]) best = i;
-    return (int32_t)best;
+    double n, k, seed;
+    QL_TRY(number(command, "max_new_tokens", 0, MAX_NEW, 64, &n));
+    QL_TRY(number(command, "temperature", 0, 1e6, 0, &s->temperature));
+    QL_TRY(number(command, "top_p", 0, 1, 1, &s->top_p));
+    QL_TRY(number(command, "top_k", 0, 1e9, 0, &k));
+    QL_TRY(number(command, "repetition_penalty", 1e-3, 1e3, 1, &s->repetition_penalty));
+    QL_TRY(number(command, "seed", 0, 9e15, 0, &seed));
+    s->max_new = (int64_t)n, s->top_k = (int64_t)k, s->seed = (uint64_t)seed;
+    return QL_OK;
 }
 
-/* Temperature, then top-k, then top-p, as transformers orders them. */
-static int32_t draw(gen *g, int64_t n)
+static void add_stop(json_t *stops, json_int_t id)
 {
-    sampling *s = &g->s;
-    if (s->temperature <= 0) return greedy(g->row, n);
-    for (int64_t i = 0; i < n; i++) g->rank_of[i] = (int)i;
-    sort_row = g->row;
-    qsort(g->rank_of, (size_t)n, sizeof *g->rank_of, by_logit);
-    int64_t keep = s->top_k > 0 ? ql_min64(s->top_k, n) : n, used = 0;
-    double top = (double)g->row[g->rank_of[0]], sum = 0, mass = 0;
-    for (int64_t i = 0; i < keep; i++) sum += exp(((double)g->row[g->rank_of[i]] - top) / s->temperature);
-    for (used = 0; used < keep && (used == 0 || mass < s->top_p * sum); used++)
-        mass += exp(((double)g->row[g->rank_of[used]] - top) / s->temperature);
-    double at = (double)ql_mt_next(&s->random) / 4294967296.0 * mass;
-    for (int64_t i = 0; i < used; i++) {
-        at -= exp(((double)g->row[g->rank_of[i]] - top) / s->temperature);
-        if (at < 0) return g->rank_of[i];
+    size_t i;
+    json_t *v;
+    json_array_foreach(stops, i, v) if (json_integer_value(v) == id) return;
+    if (id >= 0 && json_array_size(stops) < MAX_STOPS) json_array_append_new(stops, json_integer(id));
+}
+
+/* The tokens that end an answer: the tokenizer's, and one or several of config.json and generation_config.json (Llama 3's <|eot_id|>). */
+static void read_stops(const char *folder, const ql_tok *tok, json_t *stops)
+{
+    static const char *const names[] = {"config.json", "generation_config.json"};
+    if (tok) add_stop(stops, ql_tok_info(tok)->eos);
+    for (int k = 0; k < 2; k++) {
+        char path[QL_PATH_MAX];
+        json_t *o = NULL, *v;
+        size_t i;
+        if (ql_path_join(path, folder, names[k]) == QL_OK && ql_path_is_file(path) && ql_json_load(path, 1 << 20, &o) == QL_OK) {
+            const json_t *e = json_object_get(o, "eos_token_id");
+            if (json_is_integer(e)) add_stop(stops, json_integer_value(e));
+            json_array_foreach(e, i, v) if (json_is_integer(v)) add_stop(stops, json_integer_value(v));
+        }
+        json_decref(o);
+        ql_error_clear();
     }
-    return g->rank_of[used - 1];
 }
 
-/* ---- forward ---------------------------------------------------------------------------------- */
-
-/* n tokens from position `at` through all layers; logits of the last one. */
-static ql_status forward(gen *g, const int32_t *ids, int64_t n, int64_t at)
+static ql_status add_ids(json_t *all, const int32_t *id, size_t n)
 {
-    ql_rank *r = g->r;
-    ql_mem *m = r->mem;
-    const ql_dev_table *dev = r->set.be->dev;
-    int64_t t = ql_round_up(n, r->spec->round), layers = r->spec->choice.layers;
-    int32_t *buf = calloc((size_t)t * 4 + 8, sizeof *buf), *pos = buf + t, *slot = buf + 2 * t, *target = buf + 3 * t;
-    int64_t *token = calloc((size_t)t, sizeof *token);
-    int32_t start = 0, len = (int32_t)n, last = (int32_t)(n - 1), kstart = 0, klen = (int32_t)(at + n);
+    json_t *list = json_array();
+    for (size_t i = 0; i < n; i++) json_array_append_new(list, json_integer(id[i]));
+    if (json_array_append_new(all, list)) QL_FAIL(QL_ENOMEM, "generate: no memory for the prompts");
+    if (!n) QL_FAIL(QL_EINVAL, "generate: prompt %zu is empty", json_array_size(all));
+    return QL_OK;
+}
+
+/* A prompt is a text, or token ids. */
+static ql_status add_prompt(ql_tok *tok, const json_t *prompt, json_t *all)
+{
+    ql_ids ids = {0};
     ql_status st = QL_OK;
-    ql_exec_enter(r);
-    if (!buf || !token) QL_GO(ql_fail(QL_ENOMEM, "generate: no memory"));
-    for (int64_t i = 0; i < t; i++) {
-        buf[i] = i < n ? ids[i] : 0;
-        pos[i] = (int32_t)(i < n ? at + i : 0);
-        slot[i] = (int32_t)(i < n ? at + i : -1);
-        target[i] = -100;
+    size_t i;
+    json_t *v;
+    if (json_is_string(prompt)) {
+        QL_GO(ql_tok_encode(tok, json_string_value(prompt), json_string_length(prompt), QL_TOK_SPECIALS, &ids));
+    } else {
+        json_array_foreach((json_t *)(uintptr_t)prompt, i, v)
+        {
+            if (!json_is_integer(v) || json_integer_value(v) < 0 || json_integer_value(v) > INT32_MAX)
+                QL_GO(ql_fail(QL_EINVAL, "generate: a prompt is a text, or a list of token ids"));
+            QL_GO(ql_ids_push(&ids, (int32_t)json_integer_value(v)));
+        }
     }
-    ql_batch b = {.T = t, .rows = 1, .docs = 1, .tokens = n, .doc_max = n, .ids = buf, .target = target, .position = pos, .token = token,
-                  .doc_start = &start, .doc_len = &len};
-    QL_GO(ql_exec_batch(r, 0, &b, 0, 0));
-    ql_micro *mb = &r->micro[0];
-    ql_stage *sg = &m->stage[0];
-    mb->slot = ql_vec(sg->dev + sg->at_slot, QL_I32, t);
-    mb->k_start = (const int32_t *)(const void *)(sg->dev + sg->at_kstart);
-    mb->k_len = (const int32_t *)(const void *)(sg->dev + sg->at_klen);
-    mb->k_longest = klen;
-    QL_GO(dev->copy(r->compute, sg->dev + sg->at_slot, slot, t * 4));
-    QL_GO(dev->copy(r->compute, sg->dev + sg->at_kstart, &kstart, 4));
-    QL_GO(dev->copy(r->compute, sg->dev + sg->at_klen, &klen, 4));
-    QL_GO(dev->copy(r->compute, sg->dev + sg->at_index, &last, 4));
-    QL_GO(dev->sync(r->compute));
-    for (int64_t l = 0; l < layers; l++) {
-        ql_layer ly;
-        int s = (int)(l % QL_GATHER_SLOTS), moved = r->spec->choice.store[l] == QL_STORE_SHARDED || r->spec->choice.store[l] == QL_STORE_HOST;
-        if (moved) QL_GO(ql_exec_gather(r, l, s));
-        QL_GO(ql_exec_layer(r, mb, l, s, &ly));
-        if (moved) QL_GO(dev->record(r->compute, r->slot_free[s]));
-        ly.cache_k = g->k[l], ly.cache_v = g->v[l];
-        ql_act act = m->shared;
-        act.h = ql_mem_h(m, 0, l);
-        QL_GO(ql_layer_forward(&ly, &act, ql_mem_h(m, 0, l + 1)));
-    }
-    ql_head_peers peers = {.be = r->set.be, .comm = r->comm};
-    QL_GO(ql_head_logits(&m->head, &m->shape, &r->q, &peers, ql_rows(ql_mem_h(m, 0, layers), 0, t), ql_vec(sg->dev + sg->at_index, QL_I32, 1),
-                         g->logits));
-    QL_GO(dev->copy(r->compute, g->row, g->logits.data, r->spec->model->cfg.vocab * 4));
-    QL_GO(dev->sync(r->compute));
-    r->set.shared->rank[r->set.rank].beat++;
+    QL_GO(add_ids(all, ids.data, ids.len));
 out:
-    free(buf);
-    free(token);
+    ql_ids_free(&ids);
     return st;
 }
 
-/* ---- one prompt ------------------------------------------------------------------------------- */
-
-static int ends(const gen *g, int32_t id)
+static ql_status add_chats(ql_tok *tok, const char *given, const json_t *chats, json_t *all)
 {
-    const ql_config *c = &g->r->spec->model->cfg;
-    for (int i = 0; i < c->eos_count; i++)
-        if (c->eos[i] == id) return 1;
-    for (int i = 0; i < g->eos_count; i++)
-        if (g->eos[i] == id) return 1;
-    return id == ql_tok_info(g->tok)->eos;
+    ql_chat *chat = NULL;
+    ql_chat_text t = {0};
+    ql_ids ids = {0};
+    ql_status st = QL_OK;
+    size_t i;
+    json_t *messages;
+    const char *built = given ? ql_chat_builtin(given) : NULL, *jinja = built ? built : given ? given : ql_tok_info(tok)->chat_template;
+    if (!jinja) QL_FAIL(QL_EINVAL, "generate: this model has no chat template: give a plain prompt, or `config --chat_template chatml`");
+    QL_TRY(ql_chat_open(jinja, ql_tok_info(tok), &chat));
+    json_array_foreach((json_t *)(uintptr_t)chats, i, messages)
+    {
+        ids.len = 0;
+        QL_GO(ql_chat_render(chat, messages, NULL, NULL, QL_CHAT_PROMPT, &t));
+        QL_GO(ql_tok_encode(tok, t.text.data, t.text.len, 0, &ids)); /* the template has BOS already */
+        QL_GO(add_ids(all, ids.data, ids.len));
+    }
+out:
+    ql_chat_close(chat);
+    ql_chat_text_free(&t);
+    ql_ids_free(&ids);
+    return st;
 }
+
+/* Whether a model's tokenizer is needed: not where all prompts are ids and it has none. */
+static int only_ids(const json_t *command)
+{
+    size_t i;
+    json_t *p;
+    json_array_foreach(json_object_get(command, "prompts"), i, p) if (!json_is_array(p)) return 0;
+    return json_array_size(json_object_get(command, "messages")) == 0;
+}
+
+ql_status ql_generate_prepare(const ql_job *job, json_t *command)
+{
+    const char *model = ql_job_str(job, "model");
+    const json_t *prompts = json_object_get(command, "prompts"), *chats = json_object_get(command, "messages");
+    ql_tok *tok = NULL;
+    ql_sampling s;
+    json_t *all = json_array(), *stops = json_array(), *p;
+    size_t i;
+    ql_status st = read_sampling(command, &s);
+    QL_GO(st);
+    if (!model) QL_GO(ql_fail(QL_EINVAL, "no model: `load NAME` first"));
+    st = ql_tok_open(model, &tok);
+    if (st != QL_OK && only_ids(command)) {
+        ql_error_clear();
+        st = QL_OK;
+    }
+    QL_GO(st);
+    json_array_foreach((json_t *)(uintptr_t)prompts, i, p) QL_GO(add_prompt(tok, p, all));
+    if (json_array_size(chats)) QL_GO(add_chats(tok, ql_job_str(job, "chat_template"), chats, all));
+    if (json_array_size(all) < 1 || json_array_size(all) > MAX_PROMPTS)
+        QL_GO(ql_fail(QL_EINVAL, "generate: %zu prompts; from 1 to %d go", json_array_size(all), (int)MAX_PROMPTS));
+    read_stops(model, tok, stops);
+    json_object_set(command, "ids", all);
+    json_object_set(command, "stop", stops);
+    json_object_set_new(command, "vocab", json_integer(tok ? ql_tok_size(tok) : INT32_MAX));
+out:
+    json_decref(all);
+    json_decref(stops);
+    ql_tok_close(tok);
+    return st;
+}
+
+/* ---- on a rank -------------------------------------------------------------------------------- */
+
+typedef struct {
+    ql_worker *w;
+    ql_tok *tok;               /* rank 0: for text; NULL where the model has none */
+    ql_decoding d;
+    int32_t stop[MAX_STOPS], *prompts;
+    ql_sequence *seq;
+    size_t *said;              /* bytes of each answer that the front end has */
+    int n;
+    const char *variant;
+    ql_str text;
+} gen;
 
 /* Whole characters only: a token may end inside one. */
 static size_t whole(const char *s, size_t n)
@@ -156,200 +190,118 @@ static size_t whole(const char *s, size_t n)
     return need > back + 1 ? k - 1 : n;
 }
 
-static ql_status say(gen *g, int prompt, const char *variant, const char *text, size_t n)
+static ql_status on_token(void *user, int i)
 {
-    json_t *s = json_stringn(text, n);
+    gen *g = user;
+    const ql_ids *out = &g->seq[i].out;
+    if (!g->tok) return QL_OK;
+    g->text.len = 0;
+    QL_TRY(ql_tok_decode(g->tok, out->data, out->len, 0, &g->text));
+    size_t n = whole(g->text.data, g->text.len), from = g->said[i];
+    if (n <= from) return QL_OK;
+    g->said[i] = n;
+    json_t *s = json_stringn(g->text.data + from, n - from);
     if (!s) s = json_string("\xef\xbf\xbd");
-    return ql_worker_emit(g->w, "token", json_pack("{s:i,s:s,s:o}", "prompt", prompt, "variant", variant, "text", s));
-}
-
-static ql_status tokens(gen *g, const ql_ids *prompt, int index, const char *variant, ql_ids *out)
-{
-    int64_t chunk = g->r->spec->rows, at = 0, vocab = ql_min64(g->r->spec->model->cfg.vocab, ql_tok_size(g->tok));
-    ql_str text = {0};
-    size_t said = 0;
-    ql_status st = QL_OK;
-    for (; at < (int64_t)prompt->len; at += chunk) {
-        QL_GO(ql_exec_stop_point(g->r));
-        QL_GO(forward(g, prompt->data + at, ql_min64(chunk, (int64_t)prompt->len - at), at));
-    }
-    at = (int64_t)prompt->len;
-    if (g->save_logits && g->w->p->rank == 0) QL_GO(ql_file_save(g->save_logits, g->row, (size_t)g->r->spec->model->cfg.vocab * sizeof *g->row));
-    for (int64_t i = 0; i < g->s.max_new; i++) {
-        QL_GO(ql_exec_stop_point(g->r));
-        int32_t id = draw(g, vocab);
-        if (ends(g, id)) break;
-        QL_GO(ql_ids_push(out, id));
-        text.len = 0;
-        QL_GO(ql_tok_decode(g->tok, out->data, out->len, 0, &text));
-        size_t n = whole(text.data, text.len);
-        if (n > said) QL_GO(say(g, index, variant, text.data + said, n - said));
-        said = n > said ? n : said;
-        if (i + 1 < g->s.max_new) QL_GO(forward(g, &id, 1, at++));
-    }
-out:
-    ql_str_free(&text);
-    return st;
-}
-
-/* ---- the command ------------------------------------------------------------------------------ */
-
-static ql_status take_cache(gen *g, int64_t rows)
-{
-    ql_rank *r = g->r;
-    const ql_config *c = &r->spec->model->cfg;
-    int64_t w = c->kv_heads * c->head_dim, es = (int64_t)ql_dtype_size(r->spec->dtype), one = ql_round_up(rows * w * es, 256);
-    char *p;
-    if (rows <= g->rows) return QL_OK;
-    if (g->cache) r->set.be->dev->free(r->dev, g->cache);
-    g->cache = NULL, g->rows = 0;
-    QL_TRY(r->set.be->dev->alloc(r->dev, 2 * one * c->layers, &g->cache));
-    p = g->cache;
-    for (int64_t l = 0; l < c->layers; l++) {
-        g->k[l] = ql_mat(p + 2 * l * one, r->spec->dtype, rows, w, w);
-        g->v[l] = ql_mat(p + (2 * l + 1) * one, r->spec->dtype, rows, w, w);
-    }
-    g->rows = rows;
-    return QL_OK;
-}
-
-static ql_status prompt_ids(gen *g, const json_t *prompt, const json_t *messages, ql_ids *out)
-{
-    ql_chat_text t = {0};
-    ql_status st;
-    if (json_is_string(prompt)) {
-        const char *s = json_string_value(prompt);
-        return ql_tok_encode(g->tok, s, json_string_length(prompt), QL_TOK_SPECIALS, out);
-    }
-    if (!g->chat) {
-        const char *tpl = ql_job_str(g->w->task->job, "chat_template");
-        if (!tpl) tpl = ql_tok_info(g->tok)->chat_template;
-        if (!tpl) QL_FAIL(QL_EINVAL, "generate: this model has no chat template: give a plain prompt, or `config --chat_template chatml`");
-        const char *built = ql_chat_builtin(tpl);
-        QL_TRY(ql_chat_open(built ? built : tpl, ql_tok_info(g->tok), &g->chat));
-    }
-    st = ql_chat_render(g->chat, messages, NULL, NULL, QL_CHAT_PROMPT, &t);
-    if (st == QL_OK) st = ql_tok_encode(g->tok, t.text.data, t.text.len, 0, out);
-    ql_chat_text_free(&t);
-    return st;
-}
-
-static ql_status one(gen *g, const json_t *prompt, const json_t *messages, int index, const char *variant, json_t *texts)
-{
-    ql_ids in = {0}, out = {0};
-    ql_str text = {0};
-    ql_status st = QL_OK;
-    QL_GO(prompt_ids(g, prompt, messages, &in));
-    if (in.len == 0) QL_GO(ql_fail(QL_EINVAL, "generate: the prompt is empty"));
-    QL_GO(take_cache(g, ql_round_up((int64_t)in.len + g->s.max_new, 64)));
-    QL_GO(tokens(g, &in, index, variant, &out));
-    QL_GO(ql_tok_decode(g->tok, out.data, out.len, 0, &text));
-    json_array_append_new(texts, json_stringn(text.data ? text.data : "", text.len));
-out:
-    ql_ids_free(&in);
-    ql_ids_free(&out);
-    ql_str_free(&text);
-    return st;
-}
-
-static ql_status all(gen *g, const json_t *command, const char *variant, json_t *texts)
-{
-    const json_t *prompts = json_object_get(command, "prompts"), *messages = json_object_get(command, "messages"), *p;
-    json_int_t seed = json_integer_value(json_object_get(command, "seed"));
-    size_t i;
-    ql_mt_seed(&g->s.random, (uint64_t)seed);
-    json_array_foreach(prompts, i, p) QL_TRY(one(g, p, NULL, (int)i, variant, texts));
-    if (json_is_array(messages) && json_array_size(messages)) QL_TRY(one(g, NULL, messages, (int)json_array_size(prompts), variant, texts));
-    return QL_OK;
-}
-
-/* generation_config.json may name more tokens that end an answer (Llama 3's <|eot_id|>). */
-static void read_stops(gen *g, const char *folder)
-{
-    char path[QL_PATH_MAX];
-    json_t *o = NULL, *v;
-    size_t i;
-    if (ql_path_join(path, folder, "generation_config.json") == QL_OK && ql_path_is_file(path) && ql_json_load(path, 1 << 20, &o) == QL_OK) {
-        const json_t *e = json_object_get(o, "eos_token_id");
-        if (json_is_integer(e)) g->eos[g->eos_count++] = json_integer_value(e);
-        json_array_foreach(e, i, v) if (json_is_integer(v) && g->eos_count < 16) g->eos[g->eos_count++] = json_integer_value(v);
-    }
-    json_decref(o);
-    ql_error_clear(); /* without it config.json's stand */
+    return ql_worker_emit(g->w, "token", json_pack("{s:i,s:s,s:o}", "prompt", i, "variant", g->variant, "text", s));
 }
 
 static ql_status open_gen(gen *g, ql_worker *w, const json_t *c)
 {
-    const ql_config *cfg = &w->task->model->cfg;
-    const json_t *t = json_object_get(c, "temperature"), *p = json_object_get(c, "top_p"), *n = json_object_get(c, "max_new_tokens");
+    const json_t *all = json_object_get(c, "ids"), *stops = json_object_get(c, "stop"), *one, *v;
+    size_t i, k, total = 0, at = 0;
     memset(g, 0, sizeof *g);
-    g->w = w, g->r = w->rank;
-    g->save_logits = json_string_value(json_object_get(c, "logits"));
-    g->s.max_new = json_is_integer(n) ? json_integer_value(n) : 64;
-    g->s.temperature = json_is_number(t) ? json_number_value(t) : 0;
-    g->s.top_p = json_is_number(p) ? json_number_value(p) : 1;
-    g->s.top_k = json_integer_value(json_object_get(c, "top_k"));
-    g->k = calloc((size_t)cfg->layers, sizeof *g->k);
-    g->v = calloc((size_t)cfg->layers, sizeof *g->v);
-    g->row = calloc((size_t)cfg->vocab, sizeof *g->row);
-    g->rank_of = calloc((size_t)cfg->vocab, sizeof *g->rank_of);
-    if (!g->k || !g->v || !g->row || !g->rank_of) QL_FAIL(QL_ENOMEM, "generate: no memory");
-    QL_TRY(ql_tok_open(w->task->model->path, &g->tok));
-    read_stops(g, w->task->model->path);
-    int64_t wide = QL_PIECES * w->rank->mem->head.piece; /* the vocabulary in whole pieces */
-    QL_TRY(w->rank->set.be->dev->alloc(w->rank->dev, wide * 4, &g->logits_mem));
-    g->logits = ql_mat(g->logits_mem, QL_F32, 1, wide, wide);
+    g->w = w;
+    QL_TRY(read_sampling(c, &g->d.how));
+    json_array_foreach((json_t *)(uintptr_t)stops, i, v) if (i < MAX_STOPS) g->stop[g->d.stops++] = (int32_t)json_integer_value(v);
+    g->d.stop = g->stop;
+    g->d.vocab = ql_min64(w->task->model->cfg.vocab, json_integer_value(json_object_get(c, "vocab")));
+    g->d.save_logits = json_string_value(json_object_get(c, "logits"));
+    g->d.token = w->p->rank == 0 ? on_token : NULL;
+    g->d.user = g;
+    g->n = (int)json_array_size(all);
+    json_array_foreach((json_t *)(uintptr_t)all, i, one) total += json_array_size(one);
+    g->seq = calloc((size_t)g->n + 1, sizeof *g->seq);
+    g->said = calloc((size_t)g->n + 1, sizeof *g->said);
+    g->prompts = calloc(total + 1, sizeof *g->prompts);
+    if (!g->seq || !g->said || !g->prompts) QL_FAIL(QL_ENOMEM, "generate: no memory");
+    json_array_foreach((json_t *)(uintptr_t)all, i, one)
+    {
+        g->seq[i].prompt = g->prompts + at, g->seq[i].len = (int64_t)json_array_size(one);
+        json_array_foreach((json_t *)(uintptr_t)one, k, v) g->prompts[at++] = (int32_t)json_integer_value(v);
+    }
+    if (w->p->rank == 0 && ql_tok_open(w->task->model->path, &g->tok) != QL_OK) ql_error_clear();
     w->p->shared->rank[w->p->rank].at_stop = 0;
     return QL_OK;
 }
 
 static void close_gen(gen *g)
 {
-    const ql_dev_table *dev = g->r->set.be->dev;
-    if (g->cache) dev->free(g->r->dev, g->cache);
-    if (g->logits_mem) dev->free(g->r->dev, g->logits_mem);
-    free(g->k);
-    free(g->v);
-    free(g->row);
-    free(g->rank_of);
-    ql_chat_close(g->chat);
+    for (int i = 0; g->seq && i < g->n; i++) ql_ids_free(&g->seq[i].out);
+    free(g->seq);
+    free(g->said);
+    free(g->prompts);
+    ql_str_free(&g->text);
     ql_tok_close(g->tok);
+}
+
+/* All prompts with the adapters as they are: their texts and ids into the lists. */
+static ql_status answer(gen *g, const char *variant, json_t *texts, json_t *tokens)
+{
+    g->variant = variant;
+    memset(g->said, 0, (size_t)g->n * sizeof *g->said);
+    for (int i = 0; i < g->n; i++) g->seq[i].out.len = 0;
+    QL_TRY(ql_decode(g->w->rank, &g->d, g->seq, g->n));
+    for (int i = 0; i < g->n; i++) {
+        const ql_ids *out = &g->seq[i].out;
+        json_t *ids = json_array();
+        g->text.len = 0;
+        if (g->tok) QL_TRY(ql_tok_decode(g->tok, out->data, out->len, 0, &g->text));
+        json_array_append_new(texts, json_stringn(g->text.len ? g->text.data : "", g->text.len));
+        for (size_t k = 0; k < out->len; k++) json_array_append_new(ids, json_integer(out->data[k]));
+        json_array_append_new(tokens, ids);
+    }
+    return QL_OK;
+}
+
+/* The adapter in the folder, or none: B is zero, the base itself. */
+static ql_status with_adapter(gen *g, const char *folder, const char *variant, json_t *texts, json_t *tokens)
+{
+    const ql_lora *l = g->w->task->lora;
+    float *flat = calloc((size_t)l->elements, sizeof *flat);
+    ql_status st = QL_OK;
+    if (!flat) QL_FAIL(QL_ENOMEM, "generate: no memory for the adapters");
+    if (folder) QL_GO(ql_lora_read(l, folder, flat));
+    QL_GO(ql_rank_set_adapters(g->w->rank, flat));
+    QL_GO(answer(g, variant, texts, tokens));
+out:
+    free(flat);
+    return st;
 }
 
 ql_status ql_generate_run(ql_worker *w, const json_t *command, json_t **out)
 {
     const char *adapter = json_string_value(json_object_get(command, "adapter"));
-    json_t *texts = json_array(), *base = json_array();
-    float *flat = calloc((size_t)w->task->lora->elements, 4);
+    json_t *texts = json_array(), *tokens = json_array(), *base = json_array(), *base_tokens = json_array();
+    float *held = calloc((size_t)w->task->lora->elements, sizeof *held);
     gen g;
     ql_status st = open_gen(&g, w, command);
     QL_GO(st);
-    if (!flat) QL_GO(ql_fail(QL_ENOMEM, "generate: no memory"));
+    if (!held) QL_GO(ql_fail(QL_ENOMEM, "generate: no memory for the adapters"));
     QL_GO(ql_worker_say(w, "generating", ""));
     ql_rank_at(w->rank, QL_AT_TEXT);
-    if (adapter) {
-        QL_GO(ql_lora_read(w->task->lora, adapter, flat));
-        QL_GO(ql_rank_set_adapters(w->rank, flat));
-    }
-    if (json_is_true(json_object_get(command, "compare"))) {
-        /* The base is the model with adapters of zero; what was there comes back. */
-        QL_GO(ql_rank_get_adapters(w->rank, flat));
-        float *zero = calloc((size_t)w->task->lora->elements, 4);
-        if (!zero) QL_GO(ql_fail(QL_ENOMEM, "generate: no memory"));
-        st = ql_rank_set_adapters(w->rank, zero);
-        free(zero);
-        QL_GO(st);
-        st = all(&g, command, "base", base);
-        ql_status back = ql_rank_set_adapters(w->rank, flat);
-        if (st == QL_OK) st = back;
-        QL_GO(st);
-    }
-    QL_GO(all(&g, command, "adapter", texts));
-    *out = json_pack("{s:O,s:O}", "texts", texts, "base", base);
+    QL_GO(ql_rank_get_adapters(w->rank, held));
+    if (json_is_true(json_object_get(command, "compare"))) st = with_adapter(&g, NULL, "base", base, base_tokens);
+    if (st == QL_OK) st = with_adapter(&g, adapter, "adapter", texts, tokens);
+    /* What training left there comes back. */
+    ql_status back = ql_rank_set_adapters(w->rank, held);
+    QL_GO(st == QL_OK ? back : st);
+    *out = json_pack("{s:O,s:O,s:O,s:O}", "texts", texts, "base", base, "tokens", tokens, "base_tokens", base_tokens);
 out:
     close_gen(&g);
     json_decref(texts);
     json_decref(base);
-    free(flat);
+    json_decref(tokens);
+    json_decref(base_tokens);
+    free(held);
     return st;
 }

@@ -255,15 +255,14 @@ ql_status ql_head_loss(ql_head *h, const ql_shape *s, const ql_queue *q, const q
 ql_status ql_head_logits(ql_head *h, const ql_shape *s, const ql_queue *q, const ql_head_peers *peers, ql_tensor hidden, ql_tensor index,
                          ql_tensor out)
 {
-    int64_t n = index.cols;
+    int64_t n = index.cols, from = h->world > 1 ? h->first : 0, mine = h->count * h->piece;
     ql_tensor hs = ql_rows(h->hs, 0, n), xs = ql_rows(h->xs, 0, n);
-    if (h->world > 1 && (n != 1 || out.cols != QL_PIECES * h->piece))
-        QL_FAIL(QL_EINTERNAL, "a shared head makes logits of one row, in %lld columns", (long long)(QL_PIECES * h->piece));
+    if (h->world > 1 && (out.rows != h->world * n || out.cols != mine))
+        QL_FAIL(QL_EINTERNAL, "a shared head makes logits in %d blocks of (%lld, %lld)", h->world, (long long)n, (long long)mine);
+    ql_tensor own = ql_rows(out, h->rank * n, n);
     QL_TRY(ql_gather_rows(q, hs, hidden, index));
     QL_TRY(ql_rmsnorm(q, xs, hs, h->norm, (float)s->cfg->eps));
     for (int p = h->first; p < piece_end(h, h->rank); p++)
-        QL_TRY(ql_matmul(q, ql_cols(ql_rows(out, 0, n), p * h->piece, ql_head_rows(h, p)), xs, piece_w(h, p), QL_NT, 1, QL_NONE, QL_NONE));
-    if (h->world == 1) return QL_OK;
-    int64_t mine = h->count * h->piece;
-    return peers->be->comm->all_gather(peers->comm, q->stream, out, ql_cols(out, h->rank * mine, mine));
+        QL_TRY(ql_matmul(q, ql_cols(own, (p - from) * h->piece, ql_head_rows(h, p)), xs, piece_w(h, p), QL_NT, 1, QL_NONE, QL_NONE));
+    return h->world == 1 ? QL_OK : peers->be->comm->all_gather(peers->comm, q->stream, out, own);
 }

@@ -55,7 +55,8 @@ int64_t ql_head_rows(const ql_head *h, int p);
 typedef enum { QL_HEAD_LOSS, QL_HEAD_GRAD } ql_head_want;
 ql_status ql_head_loss(ql_head *h, const ql_shape *s, const ql_queue *q, const ql_head_peers *peers, ql_head_want want, const ql_micro *mb,
                        ql_tensor hidden, ql_tensor dh, ql_tensor loss, const ql_ctl *ctl);
-/* Logits (n, V) F32 of n ≤ chunk rows of hidden, for generation. When shared: one row, out (1, 8 · piece), the same on all ranks. */
+/* Logits (n, V) F32 of n ≤ chunk rows of hidden, for generation. When shared: out (world · n, count · piece), a block for each rank's
+ * pieces, the same on all ranks. */
 ql_status ql_head_logits(ql_head *h, const ql_shape *s, const ql_queue *q, const ql_head_peers *peers, ql_tensor hidden, ql_tensor index,
                          ql_tensor out);
 

@@ -108,8 +108,9 @@ ql_status ql_run_report(const char *path, json_t **out);
  *      "steps":N      stop after N steps of the same schedule (baseline)
  *      "train_data":PATH   a tokenised data set (core/dataset.h) in place of the job's data
  *   {"cmd":"eval","id":3,"job":{…},"adapter":PATH|null}
- *   {"cmd":"generate","id":4,"job":{…},"adapter":PATH|null,"prompts":[…],"messages":[…],"max_new_tokens":64,"temperature":0,"top_p":1,
- *      "top_k":0,"seed":0,"compare":true}     compare: also without the adapter
+ *   {"cmd":"generate","id":4,"job":{…},"adapter":PATH|null,"prompts":[TEXT|[id…]…],"messages":[[{"role","content"}…]…],
+ *      "max_new_tokens":64,"temperature":0,"top_p":1,"top_k":0,"repetition_penalty":1,"seed":0,"compare":true}
+ *      adapter null: the base alone. messages: conversations, behind the prompts. compare: also without the adapter
  *      "logits":FILE  the fp32 logits that follow the last prompt, V values
  *   {"cmd":"verify","id":5,"job":{…},"run":PATH|null}
  *   {"cmd":"memory","id":6}                                          also while nothing is placed
@@ -136,7 +137,7 @@ ql_status ql_run_report(const char *path, json_t **out);
  *   {"ev":"stopped","id":n,"step":n,"checkpoint":PATH|null}                     ends the command
  *   {"ev":"done","id":n,"result":{…}}                                           ends the command
  * Results. train: {"run","step","train_loss","train_runtime","tokens_per_second","adapter":PATH,"log_history":[…]}; eval: HF's eval record;
- * generate: {"texts":[…],"base":[…]}; verify: {"checks":[{"name","ok","text"}…],"layers":[{"layer","hash","file","ok"}…]}; memory: as the event of
+ * generate: {"texts":[…],"base":[…],"tokens":[[id…]…],"base_tokens":[…]}; verify: {"checks":[{"name","ok","text"}…],"layers":[{"layer","hash","file","ok"}…]}; memory: as the event of
  * that name; bench: {"device","rows":[{"name","value","unit","of_peak","text"}…],"seconds":[{"t","tflops","clock","power",
  * "temperature"}…],"text": to paste}; merge: {"path","decoded","bytes","tensors","merged","dtype"}. */
 

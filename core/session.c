@@ -6,10 +6,10 @@
 #include "core/cost.h"
 #include "core/devices.h"
 #include "core/file.h"
+#include "core/generate.h"
 #include "core/launch.h"
 #include "core/merge.h"
 #include "core/prepare.h"
-#include "core/train.h"
 
 #include <signal.h>
 #include <stdio.h>
@@ -294,7 +294,7 @@ static ql_status prepare(session *s, json_t *command, const ql_job *job, ql_prep
     const char *dir = ql_job_str(job, "output_dir");
     memset(data, 0, sizeof *data);
     const char *ready = json_string_value(json_object_get(command, "train_data"));
-    if (is(json_string_value(json_object_get(command, "cmd")), "generate")) return QL_OK;
+    if (is(json_string_value(json_object_get(command, "cmd")), "generate")) return ql_generate_prepare(job, command);
     if (ready) { /* tokenised by somebody else */
         snprintf(data->train, sizeof data->train, "%s", ready);
         return QL_OK;

@@ -123,7 +123,6 @@ static ql_status run_command(ql_worker *w, const json_t *c, const char *name, js
     if (strcmp(name, "memory") == 0) return memory_run(w, out);
     if (!json_is_true(json_object_get(c, "as_placed"))) QL_TRY(take_task(w, c));
     if (strcmp(name, "verify") == 0) return ql_verify_run(w, c, out);
-    if (strcmp(name, "generate") == 0) w->holds[0] = 0; /* it brings its own adapters */
     if (strcmp(name, "train") == 0) return ql_train_run(w, c, out);
     if (strcmp(name, "eval") == 0) return ql_eval_run(w, c, out);
     if (strcmp(name, "generate") == 0) return ql_generate_run(w, c, out);

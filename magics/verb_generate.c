@@ -11,7 +11,8 @@ enum { GENERATE_MS = 250 };
 
 typedef struct {
     ql_magics *m;
-    json_t *prompts, *result; /* result: {"texts", "base"} as it grows */
+    json_t *prompts, *heads;  /* heads: what is shown before each answer */
+    json_t *result;           /* {"texts", "base"} as it grows */
     ql_live *live;            /* loading */
     char id[40];
     int shown;
@@ -20,7 +21,7 @@ typedef struct {
 
 static ql_status show_generated(generating *g)
 {
-    json_t *bundle = ql_view_generated(g->prompts, g->result);
+    json_t *bundle = ql_view_generated(g->heads, g->result);
     ql_status st =
         g->m->host.show(g->m->host.self, bundle, g->id, g->shown ? QL_SHOW_UPDATE : QL_SHOW_NEW);
     g->shown = 1;
@@ -69,7 +70,7 @@ static ql_status generate_answer(generating *g, json_t *result, json_t **out)
         g->result = json_incref(result);
         st = show_generated(g);
     } else {
-        bundle = ql_view_generated(g->prompts, result);
+        bundle = ql_view_generated(g->heads, result);
     }
     first = first ? first : "";
     snprintf(line, sizeof line, "%.*s",
@@ -101,18 +102,43 @@ static ql_status generate_prompts(const ql_call *call, json_t **prompts)
     return QL_OK;
 }
 
+static int is_chat(const ql_call *call)
+{
+    return ql_call_str(call, "system", NULL) != NULL || ql_call_flag(call, "chat");
+}
+
+/* A continuation stands right behind its prompt, a chat's answer on a line of its own. */
+static json_t *heads_of(const ql_call *call, json_t *prompts)
+{
+    json_t *heads = json_array(), *p;
+    size_t i;
+    if (!is_chat(call)) {
+        json_decref(heads);
+        return json_incref(prompts);
+    }
+    json_array_foreach(prompts, i, p)
+    {
+        ql_buf b = {0};
+        ql_buf_printf(&b, "%s\n\n", json_string_value(p));
+        json_array_append_new(heads, ql_buf_json(&b));
+        ql_buf_free(&b);
+    }
+    return heads;
+}
+
 static json_t *generate_command(const ql_magics *m, const ql_call *call, const json_t *prompts,
                                 json_t *adapter)
 {
     json_t *cmd = json_pack(
-        "{s:s, s:o, s:O, s:I, s:f, s:f, s:I, s:I, s:b}", "cmd", "generate", "job",
+        "{s:s, s:o, s:O, s:I, s:f, s:f, s:I, s:f, s:I, s:b}", "cmd", "generate", "job",
         ql_job_json(m->job), "adapter", adapter, "max_new_tokens",
         (json_int_t)ql_call_int(call, "max_new_tokens", 64), "temperature",
         ql_call_float(call, "temperature", 0), "top_p", ql_call_float(call, "top_p", 1), "top_k",
-        (json_int_t)ql_call_int(call, "top_k", 0), "seed", (json_int_t)ql_call_int(call, "seed", 0),
+        (json_int_t)ql_call_int(call, "top_k", 0), "repetition_penalty",
+        ql_call_float(call, "repetition_penalty", 1), "seed", (json_int_t)ql_call_int(call, "seed", 0),
         "compare", ql_call_flag(call, "compare"));
     const char *system = ql_call_str(call, "system", NULL);
-    if (!cmd || !(system || ql_call_flag(call, "chat"))) {
+    if (!cmd || !is_chat(call)) {
         json_object_set(cmd, "prompts", (json_t *)prompts);
         return cmd;
     }
@@ -140,6 +166,7 @@ ql_status ql_verb_generate(ql_magics *m, const ql_call *call, json_t **out)
     ql_status st = QL_OK;
     QL_TRY(ql_session_need_model(m));
     QL_GO(generate_prompts(call, &g.prompts));
+    g.heads = heads_of(call, g.prompts);
     QL_GO(ql_session_adapter(m, ql_call_str(call, "run", NULL), m->job, &adapter));
     QL_GO(ql_live_open(&o, &g.live));
     cmd = generate_command(m, call, g.prompts, adapter);
@@ -158,6 +185,7 @@ out:
     json_decref(cmd);
     json_decref(result);
     json_decref(g.prompts);
+    json_decref(g.heads);
     json_decref(g.result);
     ql_live_close(g.live);
     return st;

@@ -35,6 +35,8 @@ static const ql_option generate_options[] = {
     {"temperature", QL_ARG_FLOAT, "0", NULL, "0 takes the likeliest token"},
     {"top_p", QL_ARG_FLOAT, "1", NULL, "smallest set of tokens that holds this probability"},
     {"top_k", QL_ARG_INT, "0", NULL, "only the k likeliest tokens; 0: all"},
+    {"repetition_penalty", QL_ARG_FLOAT, "1", NULL,
+     "over 1: what prompt and answer have already is less likely (1.1 is mild)"},
     {"seed", QL_ARG_INT, "0", NULL, "of the sampling"},
     {"system", QL_ARG_TEXT, NULL, NULL, "a system message; makes the prompt a chat"},
     {"chat", QL_ARG_FLAG, NULL, NULL, "wrap the prompt in the model's chat template"},
