@@ -188,7 +188,7 @@ static ql_status take(decoder *g, flow *f, int row)
 {
     const ql_decoding *d = g->d;
     g->pick.random = f->random;
-    int32_t id = ql_sampler_next(&g->pick, logits_of(g, row), d->vocab, f->s->prompt, f->s->len, &f->s->out);
+    int32_t id = ql_sampler_next(&g->pick, logits_of(g, row), g->r->mem->head.vocab, f->s->prompt, f->s->len, &f->s->out);
     f->random = g->pick.random;
     for (int i = 0; i < d->stops; i++) f->over |= d->stop[i] == id;
     if (f->over) return QL_OK;
@@ -260,7 +260,7 @@ static ql_status open_decoder(decoder *g, ql_rank *r, const ql_decoding *d)
 {
     const ql_config *c = &r->spec->model->cfg;
     const ql_head *h = &r->mem->head;
-    size_t rows = (size_t)r->spec->rows, vocab = (size_t)ql_max64(c->vocab, d->vocab);
+    size_t rows = (size_t)r->spec->rows, vocab = (size_t)c->vocab;
     int64_t all = h->world * QL_DECODE_ROWS * h->count * h->piece;
     *g = (decoder){.r = r, .d = d, .pick = {.how = &d->how}};
     g->k = calloc((size_t)c->layers, sizeof *g->k);

@@ -27,7 +27,6 @@ typedef struct {
     ql_sampling how;
     const int32_t *stop;        /* tokens that end an answer */
     int stops;
-    int64_t vocab;              /* ids from here on are never taken */
     /* After each token of sequence i, which is in its `out` already; may be NULL. */
     ql_status (*token)(void *user, int i);
     void *user;

@@ -15,7 +15,7 @@ enum { MAX_STOPS = 32, MAX_PROMPTS = 4096, MAX_NEW = 1 << 20 };
 
 /* ---- in the supervisor ------------------------------------------------------------------------ */
 
-/* A number of the command, or what it is without one. A word for everything else that stands there. */
+/* A number of the command, or what it is without one. */
 static ql_status number(const json_t *command, const char *name, double least, double most, double otherwise, double *out)
 {
     const json_t *v = json_object_get(command, name);
@@ -48,43 +48,55 @@ static void add_stop(json_t *stops, json_int_t id)
     if (id >= 0 && json_array_size(stops) < MAX_STOPS) json_array_append_new(stops, json_integer(id));
 }
 
-/* The tokens that end an answer: the tokenizer's, and one or several of config.json and generation_config.json (Llama 3's <|eot_id|>). */
-static void read_stops(const char *folder, const ql_tok *tok, json_t *stops)
+/* The tokens that end an answer: the tokenizer's, config.json's, and those of generation_config.json (Llama 3's <|eot_id|>). */
+static void read_stops(const ql_model *model, const ql_tok *tok, json_t *stops)
 {
-    static const char *const names[] = {"config.json", "generation_config.json"};
+    char path[QL_PATH_MAX];
+    json_t *o = NULL, *v;
+    size_t i;
     if (tok) add_stop(stops, ql_tok_info(tok)->eos);
-    for (int k = 0; k < 2; k++) {
-        char path[QL_PATH_MAX];
-        json_t *o = NULL, *v;
-        size_t i;
-        if (ql_path_join(path, folder, names[k]) == QL_OK && ql_path_is_file(path) && ql_json_load(path, 1 << 20, &o) == QL_OK) {
-            const json_t *e = json_object_get(o, "eos_token_id");
-            if (json_is_integer(e)) add_stop(stops, json_integer_value(e));
-            json_array_foreach(e, i, v) if (json_is_integer(v)) add_stop(stops, json_integer_value(v));
-        }
-        json_decref(o);
-        ql_error_clear();
+    for (int k = 0; k < model->cfg.eos_count; k++) add_stop(stops, model->cfg.eos[k]);
+    if (ql_path_join(path, model->path, "generation_config.json") == QL_OK && ql_path_is_file(path) &&
+        ql_json_load(path, 1 << 20, &o) == QL_OK) {
+        const json_t *e = json_object_get(o, "eos_token_id");
+        if (json_is_integer(e)) add_stop(stops, json_integer_value(e));
+        json_array_foreach(e, i, v) if (json_is_integer(v)) add_stop(stops, json_integer_value(v));
     }
+    json_decref(o);
+    ql_error_clear(); /* without it the others stand */
 }
 
-static ql_status add_ids(json_t *all, const int32_t *id, size_t n)
+typedef struct {
+    ql_tok *tok;               /* NULL where the model has none and all prompts are ids */
+    ql_model *model;           /* its headers */
+    json_t *ids, *stops;
+} preparing;
+
+static ql_status add_ids(preparing *p, const int32_t *id, size_t n)
 {
-    json_t *list = json_array();
-    for (size_t i = 0; i < n; i++) json_array_append_new(list, json_integer(id[i]));
+    json_t *all = p->ids, *list = json_array();
+    int64_t vocab = p->model->cfg.vocab, beyond = -1;
+    for (size_t i = 0; i < n; i++) {
+        if (id[i] < 0 || id[i] >= vocab) beyond = (int64_t)i;
+        json_array_append_new(list, json_integer(id[i]));
+    }
     if (json_array_append_new(all, list)) QL_FAIL(QL_ENOMEM, "generate: no memory for the prompts");
     if (!n) QL_FAIL(QL_EINVAL, "generate: prompt %zu is empty", json_array_size(all));
+    if (beyond >= 0)
+        QL_FAIL(QL_EINVAL, "generate: prompt %zu has token id %d; the model's vocabulary ends at %lld: is this its own tokenizer?",
+                json_array_size(all), (int)id[beyond], (long long)vocab - 1);
     return QL_OK;
 }
 
 /* A prompt is a text, or token ids. */
-static ql_status add_prompt(ql_tok *tok, const json_t *prompt, json_t *all)
+static ql_status add_prompt(preparing *p, const json_t *prompt)
 {
     ql_ids ids = {0};
     ql_status st = QL_OK;
     size_t i;
     json_t *v;
     if (json_is_string(prompt)) {
-        QL_GO(ql_tok_encode(tok, json_string_value(prompt), json_string_length(prompt), QL_TOK_SPECIALS, &ids));
+        QL_GO(ql_tok_encode(p->tok, json_string_value(prompt), json_string_length(prompt), QL_TOK_SPECIALS, &ids));
     } else {
         json_array_foreach((json_t *)(uintptr_t)prompt, i, v)
         {
@@ -93,14 +105,15 @@ static ql_status add_prompt(ql_tok *tok, const json_t *prompt, json_t *all)
             QL_GO(ql_ids_push(&ids, (int32_t)json_integer_value(v)));
         }
     }
-    QL_GO(add_ids(all, ids.data, ids.len));
+    QL_GO(add_ids(p, ids.data, ids.len));
 out:
     ql_ids_free(&ids);
     return st;
 }
 
-static ql_status add_chats(ql_tok *tok, const char *given, const json_t *chats, json_t *all)
+static ql_status add_chats(preparing *p, const char *given, const json_t *chats)
 {
+    ql_tok *tok = p->tok;
     ql_chat *chat = NULL;
     ql_chat_text t = {0};
     ql_ids ids = {0};
@@ -115,7 +128,7 @@ static ql_status add_chats(ql_tok *tok, const char *given, const json_t *chats, 
         ids.len = 0;
         QL_GO(ql_chat_render(chat, messages, NULL, NULL, QL_CHAT_PROMPT, &t));
         QL_GO(ql_tok_encode(tok, t.text.data, t.text.len, 0, &ids)); /* the template has BOS already */
-        QL_GO(add_ids(all, ids.data, ids.len));
+        QL_GO(add_ids(p, ids.data, ids.len));
     }
 out:
     ql_chat_close(chat);
@@ -137,31 +150,32 @@ ql_status ql_generate_prepare(const ql_job *job, json_t *command)
 {
     const char *model = ql_job_str(job, "model");
     const json_t *prompts = json_object_get(command, "prompts"), *chats = json_object_get(command, "messages");
-    ql_tok *tok = NULL;
+    preparing p = {.ids = json_array(), .stops = json_array()};
     ql_sampling s;
-    json_t *all = json_array(), *stops = json_array(), *p;
+    json_t *prompt;
     size_t i;
     ql_status st = read_sampling(command, &s);
     QL_GO(st);
     if (!model) QL_GO(ql_fail(QL_EINVAL, "no model: `load NAME` first"));
-    st = ql_tok_open(model, &tok);
+    QL_GO(ql_model_open_config(model, &p.model));
+    st = ql_tok_open(model, &p.tok);
     if (st != QL_OK && only_ids(command)) {
         ql_error_clear();
         st = QL_OK;
     }
     QL_GO(st);
-    json_array_foreach((json_t *)(uintptr_t)prompts, i, p) QL_GO(add_prompt(tok, p, all));
-    if (json_array_size(chats)) QL_GO(add_chats(tok, ql_job_str(job, "chat_template"), chats, all));
-    if (json_array_size(all) < 1 || json_array_size(all) > MAX_PROMPTS)
-        QL_GO(ql_fail(QL_EINVAL, "generate: %zu prompts; from 1 to %d go", json_array_size(all), (int)MAX_PROMPTS));
-    read_stops(model, tok, stops);
-    json_object_set(command, "ids", all);
-    json_object_set(command, "stop", stops);
-    json_object_set_new(command, "vocab", json_integer(tok ? ql_tok_size(tok) : INT32_MAX));
+    json_array_foreach((json_t *)(uintptr_t)prompts, i, prompt) QL_GO(add_prompt(&p, prompt));
+    if (json_array_size(chats)) QL_GO(add_chats(&p, ql_job_str(job, "chat_template"), chats));
+    if (json_array_size(p.ids) < 1 || json_array_size(p.ids) > MAX_PROMPTS)
+        QL_GO(ql_fail(QL_EINVAL, "generate: %zu prompts; from 1 to %d go", json_array_size(p.ids), (int)MAX_PROMPTS));
+    read_stops(p.model, p.tok, p.stops);
+    json_object_set(command, "ids", p.ids);
+    json_object_set(command, "stop", p.stops);
 out:
-    json_decref(all);
-    json_decref(stops);
-    ql_tok_close(tok);
+    json_decref(p.ids);
+    json_decref(p.stops);
+    ql_model_close(p.model);
+    ql_tok_close(p.tok);
     return st;
 }
 
@@ -214,7 +228,6 @@ static ql_status open_gen(gen *g, ql_worker *w, const json_t *c)
     QL_TRY(read_sampling(c, &g->d.how));
     json_array_foreach((json_t *)(uintptr_t)stops, i, v) if (i < MAX_STOPS) g->stop[g->d.stops++] = (int32_t)json_integer_value(v);
     g->d.stop = g->stop;
-    g->d.vocab = ql_min64(w->task->model->cfg.vocab, json_integer_value(json_object_get(c, "vocab")));
     g->d.save_logits = json_string_value(json_object_get(c, "logits"));
     g->d.token = w->p->rank == 0 ? on_token : NULL;
     g->d.user = g;

@@ -4,7 +4,7 @@
 
 #include "core/train.h"
 
-/* In the supervisor: checks a generate command and puts the prompts' token ids into it ("ids", "stop", "vocab"), so that what is wrong
+/* In the supervisor: checks a generate command and puts the prompts' token ids into it ("ids", "stop"), so that what is wrong
  * with a prompt costs no device anything. */
 ql_status ql_generate_prepare(const ql_job *job, json_t *command);
 /* On every rank; rank 0 says the tokens. */

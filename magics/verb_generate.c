@@ -136,7 +136,7 @@ static json_t *generate_command(const ql_magics *m, const ql_call *call, const j
         ql_call_float(call, "temperature", 0), "top_p", ql_call_float(call, "top_p", 1), "top_k",
         (json_int_t)ql_call_int(call, "top_k", 0), "repetition_penalty",
         ql_call_float(call, "repetition_penalty", 1), "seed", (json_int_t)ql_call_int(call, "seed", 0),
-        "compare", ql_call_flag(call, "compare"));
+        "compare", ql_call_flag(call, "compare") && !json_is_null(adapter)); /* else twice the base */
     const char *system = ql_call_str(call, "system", NULL);
     if (!cmd || !is_chat(call)) {
         json_object_set(cmd, "prompts", (json_t *)prompts);

@@ -88,6 +88,7 @@ bench: all $(BUILD)/tests/tokenizer_speed $(BUILD)/tests/rows_memory $(BUILD)/te
 golden: hf-venv
 	$(or $(HF_VENV),$(BUILD)/venv-hf)/bin/python tests/golden/make.py
 	$(or $(HF_VENV),$(BUILD)/venv-hf)/bin/python tests/golden/make_randperm.py
+	$(or $(HF_VENV),$(BUILD)/venv-hf)/bin/python tests/golden/make_generate.py
 tiny: hf-venv
 	$(or $(HF_VENV),$(BUILD)/venv-hf)/bin/python notebooks/tiny/make.py
 

@@ -158,3 +158,22 @@ def test_generate(tmp_path, seed):
         want = wrapped.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=40,
                                 do_sample=False, pad_token_id=tok.pad_token_id)[0, ids.shape[1]:]
         assert text == tok.decode(want, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_generate_together(tmp_path, family, seed):
+    """Several prompts as one batch, greedy, with a repetition penalty: the tokens of transformers' generate, from NF4 and an adapter."""
+    import make_generate
+    case = models.Case(tmp_path, family, seed)
+    wrapped = ref.attach(case.model_nf4, case.gen, **case.lora)
+    ref.save_adapter(wrapped, str(tmp_path / "adapter"))
+    wrapped.eval()
+    for penalty in (1.0, 1.2):
+        lead = 0
+        while lead < 1e-3:  # else the last bits decide
+            prompts = [case.rng.integers(3, case.config.vocab_size, n).tolist() for n in (3, 40, 11, 1)]
+            want, lead = make_generate.generate(wrapped, prompts, repetition_penalty=penalty)
+        with Engine() as engine:
+            out = engine.run("generate", job=base_job(case.folder_nf4, load_in_4bit=False), adapter=str(tmp_path / "adapter"), prompts=prompts,
+                             max_new_tokens=make_generate.NEW, repetition_penalty=penalty)
+        assert out["tokens"] == want

@@ -1,0 +1,113 @@
+"""generate on the real engine: the tokens that transformers' generate takes on the golden models, from every store; chats; the bare base;
+what is wrong with a prompt."""
+import json
+
+import pytest
+from engine import TINY, Engine, job
+from front_end import BUILD, ROOT, shell
+
+GOLDEN = ROOT / "tests" / "golden"
+CASES = json.loads((GOLDEN / "generate.json").read_text())
+STORES = {"resident": {}, "16 bit": {"store": "resident16"}, "sharded": {"devices": "cpu:2", "store": "sharded"}, "host": {"store": "host"},
+          "host, two ranks": {"devices": "cpu:2", "store": "host"}}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    e = Engine(tmp_path_factory.mktemp("generate"))
+    yield e
+    e.close()
+
+
+def golden_job(case, **settings):
+    # A micro-batch of 64 tokens: the longest prompt takes two.
+    return dict({"model": str(GOLDEN / case["model"]), "devices": "cpu:1", "load_in_4bit": False, "per_device_train_batch_size": 1,
+                 "max_length": 64}, **settings)
+
+
+def check(engine, case, **settings):
+    r = engine.ask("generate", job=golden_job(case, **settings), prompts=case["prompts"], max_new_tokens=case["max_new_tokens"],
+                   adapter=case["adapter"] and str(GOLDEN / case["adapter"]), repetition_penalty=case["repetition_penalty"])
+    assert r["tokens"] == case["answers"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['model']}{'+adapter' if c['adapter'] else ''}-{c['repetition_penalty']}")
+def test_greedy_is_transformers(engine, case):
+    check(engine, case)
+
+
+@pytest.mark.parametrize("store", [s for s in STORES if s != "resident"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_from_every_store(engine, family, store):
+    case = next(c for c in CASES if c["model"] == f"{family}/model-nf4" and c["adapter"] and c["repetition_penalty"] == 1)
+    check(engine, case, **STORES[store])
+
+
+def texts(engine, prompts, **fields):
+    return engine.ask("generate", **dict({"job": job(data=None), "adapter": None, "prompts": prompts, "max_new_tokens": 24}, **fields))["texts"]
+
+
+PROMPTS = ["Mira was a", "Weather for", "Recipe: apples pie", "The capital of", "Two and", "Sunday", "A hat", "Emil", "Rain", "Bread and"]
+
+
+def test_a_prompt_does_not_feel_the_others(engine):
+    how = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.1, "seed": 11}
+    together = texts(engine, PROMPTS, **how)
+    assert len(set(together)) > 5 and together == texts(engine, PROMPTS, **how)
+    assert together[0] == texts(engine, PROMPTS[:1], **how)[0] and together[:3] == texts(engine, PROMPTS[:3], **how)
+    assert together != texts(engine, PROMPTS, **{**how, "seed": 12})
+
+
+def test_pieces_make_the_text(engine):
+    events, end = engine.run("generate", job=job(data=None), adapter=None, prompts=PROMPTS[:3], max_new_tokens=24)
+    pieces = ["", "", ""]
+    for e in events:
+        if e["ev"] == "token":
+            pieces[e["prompt"]] += e["text"]
+    assert pieces == end["result"]["texts"]
+
+
+def test_chats(engine):
+    header = "<|start_header_id|>{}<|end_header_id|>\n\n{}"
+    def said(*messages):
+        return "".join(header.format(m["role"], m["content"]) + "<|eot_id|>" for m in messages) + header.format("assistant", "")
+    brief, hello, pie = ({"role": r, "content": c} for r, c in (("system", "Be brief."), ("user", "Hello there"), ("user", "Apple pie?")))
+    # The tokenizer puts the begin token before a plain prompt; the template does so itself.
+    assert texts(engine, [], messages=[[hello], [brief, pie]]) == texts(engine, [said(hello), said(brief, pie)])
+
+
+def test_no_adapter_is_the_base(engine, tmp_path):
+    base = texts(engine, PROMPTS[:2])
+    run = engine.ask("train", job=job(learning_rate=0.1, max_steps=8), run=str(tmp_path / "run"))
+    r = engine.ask("generate", job=job(), adapter=run["adapter"], prompts=PROMPTS[:2], max_new_tokens=24, compare=True)
+    assert r["base"] == base != r["texts"]
+    assert texts(engine, PROMPTS[:2]) == base
+    # The devices still hold what training left there.
+    checks = engine.ask("verify", job=job(learning_rate=0.1, max_steps=8), run=str(tmp_path / "run"))["checks"]
+    assert all(c["ok"] for c in checks) and any(c["name"] == "adapter reloaded" for c in checks), checks
+
+
+@pytest.mark.parametrize("fields, word", [
+    ({"prompts": [[]]}, "prompt 1 is empty"), ({"prompts": []}, "0 prompts"), ({"prompts": [[1, "a"]]}, "list of token ids"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be"), ({"temperature": -1}, "temperature"), ({"max_new_tokens": 1e9}, "max_new_tokens"),
+    ({"prompts": [], "messages": [[{"text": "x"}]]}, "chat template"), ({"prompts": [[5, 99999]]}, "token id 99999")])
+def test_what_is_wrong_with_a_prompt(engine, fields, word):
+    texts(engine, ["a"], max_new_tokens=1)
+    events, end = engine.run("generate", **{"job": job(data=None), "adapter": None, "prompts": ["a"], **fields})
+    assert end["ev"] == "error" and word in end["text"]
+    # It costs the devices nothing.
+    events, end = engine.run("generate", job=job(data=None), adapter=None, prompts=["a"], max_new_tokens=1)
+    assert end["ev"] == "done" and not any(e.get("state") == "placing" for e in events)
+
+
+def test_the_shell(tmp_path):
+    text = ('load tiny\nconfig --devices cpu:1 --max_steps 3 --learning_rate 0.1 --max_length 64\ndata tiny\n'
+            'generate "Mira was a" --compare --max_new_tokens 8\ntrain\n'
+            'generate "Mira was a" --run none --max_new_tokens 8\ngenerate "Mira was a" --compare --repetition_penalty 1.2 --max_new_tokens 8\n'
+            'generate Hello --system Brief. --max_new_tokens 8\ngenerate Hello --repetition_penalty 0\n')
+    r = shell(text, tmp_path, engine=BUILD / "qlora-engine")
+    assert r.returncode == 1 and "repetition_penalty must be a number" in r.stderr
+    before, after = r.stdout.split("generating\n", 1)[1].split("run-1", 1)
+    line = next(x for x in before.splitlines() if x.startswith("Mira was a"))
+    assert "without it" not in before and line in after.split("with the adapter")[0]
+    assert "without it" in after and "Hello\n\n" in after
