@@ -5,6 +5,9 @@
 #include "kernels/comm.h"
 #include "tests/test.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 static inline ql_status backend_get(const ql_backend **out)
 {
     if (strcmp(test_backend, "cuda") == 0) {
@@ -13,6 +16,34 @@ static inline ql_status backend_get(const ql_backend **out)
         return ql_backend_cuda(getenv("QLORA_CUDA_LIBRARY"), out);
     }
     *out = ql_backend_cpu();
+    return QL_OK;
+}
+
+typedef struct {
+    int devices;
+    ql_dev_info info; /* of device 0 */
+} backend_place;
+
+/* Asked in a process that ends: ranks are forked before any device is opened. */
+static inline ql_status backend_ask(const ql_backend *be, backend_place *out)
+{
+    backend_place p = {0};
+    int fd[2], status = 0;
+    if (pipe(fd)) QL_FAIL(QL_EIO, "no pipe");
+    fflush(NULL);
+    pid_t pid = fork();
+    if (pid == 0) {
+        ql_dev *d = NULL;
+        int ok = be->dev->count(&p.devices) == QL_OK && p.devices > 0 && be->dev->open(0, &d) == QL_OK && be->dev->info(d, &p.info) == QL_OK;
+        if (!ok) fprintf(stderr, "%s: %s\n", be->name, ql_error());
+        _exit(ok && write(fd[1], &p, sizeof p) == (ssize_t)sizeof p ? 0 : 1);
+    }
+    close(fd[1]);
+    ssize_t n = pid > 0 ? read(fd[0], &p, sizeof p) : 0;
+    close(fd[0]);
+    if (pid > 0) waitpid(pid, &status, 0);
+    if (n != (ssize_t)sizeof p) QL_FAIL(QL_EDEVICE, "%s: no device answers", be->name);
+    *out = p;
     return QL_OK;
 }
 

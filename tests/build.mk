@@ -94,18 +94,24 @@ tiny: hf-venv
 
 .PHONY: unit exact asan fuzz test hf-venv test-hf golden tiny
 
-# What a machine with a GPU runs (tests/cuda/run.sh); built here too, so that they always compile. They open the backend
-# as the engine does. CUDA_TESTS: programs that print lines of tests/test.h and end with the number of failures; on a
-# GPU a skip is a failure.
+# ---- on machines with a GPU: make test-cuda, sanitize, bench-cuda -----------------------------------------------
+# A built tree can be carried to a machine without compilers or these libraries' headers: there tests/cuda/run.sh alone runs it. So
+# programs that link the engine have jansson and PCRE inside, and no BLAS, which the CPU backend alone calls.
 CUDA_PROG  := $(BUILD)/kernels/err.o $(BUILD)/kernels/ops.o $(BUILD)/kernels/cuda_open.o
-CUDA_TESTS += $(BUILD)/tests/ops_cuda $(BUILD)/tests/attn_check $(BUILD)/tests/bnb_cuda $(BUILD)/tests/golden_cuda
-# Unit tests that take --backend=cuda. A machine with a GPU need not have their libraries: two are inside, and BLAS, which
-# only the CPU backend calls, is left out.
-$(BUILD)/tests/bnb_cuda $(BUILD)/tests/golden_cuda: $(BUILD)/tests/%_cuda: $(BUILD)/tests/unit/test_%.o $(LIB)
-	@mkdir -p $(@D)
-	$(CC) $(LDFLAGS) -s $^ -o $@ -Wl,--defsym=cblas_sgemm=0,--defsym=openblas_get_config=0 \
-	    -Wl,--defsym=openblas_set_num_threads=0,-Bstatic -ljansson -lpcre2-8 -Wl,-Bdynamic -lpthread -ldl -lm
-$(BUILD)/tests/bench_cuda: $(BUILD)/tests/cuda/bench.o $(CUDA_PROG)
+CARRY_LIBS := -Wl,-Bstatic -ljansson -lpcre2-8 -Wl,-Bdynamic -lpthread -ldl -lm
+CARRY_LINK  = @mkdir -p $(@D); $(CC) $(LDFLAGS) -s $(filter %.o %.a,$^) -o $@ $(CARRY_LIBS)
+CUDA_TESTS := $(addprefix $(BUILD)/tests/,ops_cuda attn_check comm_cuda bnb_cuda golden_cuda exact_cuda engine_cuda)
+CUDA_BENCH := $(addprefix $(BUILD)/tests/,bench_cuda profile_cuda make_model_cuda)
+
+$(BUILD)/tests/bnb_cuda $(BUILD)/tests/golden_cuda: $(BUILD)/tests/%_cuda: $(BUILD)/tests/unit/test_%.o $(BUILD)/tests/cuda/no_blas.o $(LIB)
+	$(CARRY_LINK)
+$(BUILD)/tests/exact_cuda: $(BUILD)/tests/exact/test_exact.o $(BUILD)/tests/cuda/no_blas.o $(LIB)
+	$(CARRY_LINK)
+$(BUILD)/tests/engine_cuda: $(BUILD)/core/engine_main.o $(BUILD)/tests/cuda/no_blas.o $(LIB)
+	$(CARRY_LINK)
+$(BUILD)/tests/profile_cuda $(BUILD)/tests/make_model_cuda: $(BUILD)/tests/%_cuda: $(BUILD)/tests/bench/%.o $(BUILD)/tests/cuda/no_blas.o $(LIB)
+	$(CARRY_LINK)
+$(BUILD)/tests/bench_cuda $(BUILD)/tests/comm_cuda: $(BUILD)/tests/%_cuda: $(BUILD)/tests/cuda/%.o $(CUDA_PROG)
 	@mkdir -p $(@D)
 	$(CC) $(LDFLAGS) $^ -o $@ -ldl -lm
 $(BUILD)/tests/%: $(BUILD)/tests/cuda/%.o $(CUDA_PROG)
@@ -115,5 +121,13 @@ $(BUILD)/tests/%: $(BUILD)/tests/cuda/%.o $(CUDA_PROG)
 $(BUILD)/tests/wgmma_check: $(BUILD)/tests/%: tests/cuda/%.cu $(wildcard kernels/cuda/*.h)
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) -gencode arch=compute_90a,code=sm_90a $< -o $@
-cuda-tests: $(CUDA_LIB) $(CUDA_TESTS) $(BUILD)/tests/bench_cuda $(if $(T4),,$(BUILD)/tests/wgmma_check)
-.PHONY: cuda-tests
+
+need-nvcc:
+	@[ -n '$(CUDA_LIB)' ] || { echo "no CUDA build here: make info says why" >&2; exit 1; }
+cuda-tests: need-nvcc $(CUDA_LIB) $(CUDA_TESTS) $(CUDA_BENCH) $(if $(T4),,$(BUILD)/tests/wgmma_check)
+# At most 8 minutes on one GPU; a skip is a failure. T4=1: as on a T4, from PTX of compute_75 alone.
+test-cuda: cuda-tests
+	@tests/cuda/run.sh $(BUILD)
+sanitize: cuda-tests
+	@tests/cuda/sanitize.sh $(BUILD)
+.PHONY: need-nvcc cuda-tests test-cuda sanitize

@@ -156,7 +156,7 @@ static void comm_close(ql_comm *c)
         }
         if (r == ncclSuccess) nc.ncclCommDestroy_(c->nccl);
     }
-    if (c->token) cu_dev_table.free(c->dev, c->token);
+    if (c->token && cu_use(c->dev) == QL_OK) cudaFree(c->token);
     free(c);
 }
 
@@ -193,7 +193,8 @@ static ql_status comm_open(ql_dev *d, const ql_comm_setup *setup, ql_comm **out)
     c->dev = d, c->rank = setup->rank, c->world = setup->world;
     c->abort = setup->abort, c->timeout_ms = setup->timeout_ms;
     QL_GO(cu_use(d));
-    QL_GO(cu_dev_table.alloc(d, 256, &c->token));
+    /* NCCL's neighbour, not the arena's: outside what the device table counts, as NCCL's own memory is. */
+    QL_GO(cu_check(cudaMalloc(&c->token, 256), "memory for the barrier"));
     QL_GO(cu_check(cudaMemset(c->token, 0, 256), "clearing the barrier's token"));
     if (c->world > 1) {
         if (setup->shared_bytes < comm_shared_bytes(c->world)) {

@@ -1,58 +1,49 @@
 #!/usr/bin/env bash
-# tests/cuda/run.sh [BUILD…]: on a machine with a GPU, the checks, the op test and the micro-benchmarks of each build folder (default:
-# build, and build-t4 where there is one). Nothing is compiled. Ends with a short table; exit status 1 if anything failed.
-# ONLY=ops or ONLY=bench runs one half; BENCH=nf4 one part of the benchmarks.
+# tests/cuda/run.sh [BUILD]: what `make test-cuda` runs once everything is built; nothing is compiled here, so a built tree may be carried
+# to the machine with the GPU. BUILD: build (default), or build-t4, which also gets a T4's memory and no peer access. ONLY="exact killed"
+# runs these alone. Lines that begin with # say what was not run for want of a second GPU. A skip is a failure. Ends with
+# "N passed, N failed, N skipped".
 set -u
 cd "$(dirname "$0")/../.."
-# cuBLAS and NCCL as pip installs them
-libs=$(python3 - <<'PY' 2>/dev/null
-import glob, site, sysconfig
-places = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")] + site.getsitepackages())
-print(":".join(d for p in places for d in sorted(glob.glob(p + "/nvidia/*/lib"))))
-PY
-)
-export LD_LIBRARY_PATH="$libs${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+. tests/cuda/env.sh
+build=${1:-build}
+[ -f "$build/libqlora-cuda.so" ] || { echo "no $build/libqlora-cuda.so: make cuda-tests${build#build}" >&2; exit 1; }
 out=${OUT:-$(mktemp -d)}
-builds=("$@")
-[ ${#builds[@]} -gt 0 ] || for b in build build-t4; do [ -f "$b/libqlora-cuda.so" ] && builds+=("$b"); done
-bad=0
-summary=()
-for b in "${builds[@]}"; do
-    name=$(basename "$b")
-    if [ "${ONLY:-ops}" = ops ]; then
-        start=$SECONDS
-        timeout 150 "$b/tests/ops_cuda" cuda >"$out/ops-$name.txt" 2>"$out/ops-$name.err"
-        rc=$?
-        p=$(grep -c '^ok ' "$out/ops-$name.txt") f=$(grep -c '^not ok ' "$out/ops-$name.txt")
-        # the T4 build has no bf16 products: those cases are not failures of it
-        if [ "$name" = build-t4 ]; then
-            n=$(grep '^not ok ' "$out/ops-$name.txt" | grep -c 'bfloat16 matmul needs compute capability')
-            f=$((f - n)) extra=" ($n bf16 products refused, as on a T4)"
-        else
-            extra=""
-        fi
-        [ $rc -ge 100 ] && f=$((f + 1))
-        grep '^not ok ' "$out/ops-$name.txt" | grep -v 'bfloat16 matmul needs' | cut -c1-220 | head -40
-        [ "$f" -gt 0 ] && tail -5 "$out/ops-$name.err"
-        [ "$f" -eq 0 ] && [ "$p" -gt 0 ] && verdict=PASS || { verdict=FAIL; bad=1; }
-        summary+=("$verdict ops $name: $p passed, $f failed, exit $rc, $((SECONDS - start)) s$extra")
+name=$(basename "$build")
+memory=
+case $name in *t4) memory=15095MiB; export NCCL_P2P_DISABLE=1; echo "# as on T4s: $memory a GPU, no peer access" ;; esac
+export QLORA_ENGINE=$PWD/$build/tests/engine_cuda
+pass=0 fail=0 skip=0
+all=$SECONDS
+
+one() {    # name, seconds it may take, command…
+    local t=$1 limit=$2 start=$SECONDS log=$out/$1-$name.txt rc p f s
+    shift 2
+    [ -z "${ONLY:-}" ] || case " $ONLY " in *" $t "*) ;; *) return ;; esac
+    timeout -k 5 "$limit" "$@" >"$log" 2>"$out/$t-$name.err"
+    rc=$?
+    p=$(grep -c '^ok ' "$log") f=$(grep -c '^not ok ' "$log") s=$(grep -c '^skip ' "$log")
+    grep -A12 -E '^(not ok|skip) ' "$log" | cut -c1-400 | head -60
+    grep '^#' "$log" | grep -v '^#  rows' | cut -c1-200
+    # A crash, a time-out or silence is a failure of its own. (Programs end with the number of their failures, at most 99.)
+    if [ $rc -ne "$f" ] && ! { [ "$f" -gt 0 ] && [ $rc -gt 0 ] && [ $rc -lt 100 ]; } || [ $((p + f)) -eq 0 ]; then
+        f=$((f + 1))
+        echo "not ok $t: exit status $rc after $((SECONDS - start)) s"
+        tail -n 20 "$out/$t-$name.err"
     fi
-    for t in wgmma_check attn_check bnb_cuda golden_cuda; do
-        [ "${ONLY:-ops}" = ops ] && [ -x "$b/tests/$t" ] || continue
-        timeout 90 "$b/tests/$t" --backend=cuda >"$out/$t-$name.txt" 2>&1
-        rc=$?
-        p=$(grep -c '^ok ' "$out/$t-$name.txt") f=$(grep -c '^not ok ' "$out/$t-$name.txt")
-        grep -A12 '^not ok ' "$out/$t-$name.txt" | cut -c1-220 | head -60
-        [ "$f" -eq 0 ] && [ $rc -eq 0 ] && [ "$p" -gt 0 ] && verdict=PASS || { verdict=FAIL; bad=1; }
-        summary+=("$verdict $t $name: $p passed, $f failed, exit $rc")
-    done
-    if [ "${ONLY:-bench}" = bench ] && { [ "$name" != build-t4 ] || [ -n "${BENCH:-}" ]; }; then
-        timeout 180 "$b/tests/bench_cuda" ${BENCH:-} >"$out/bench-$name.txt" 2>&1
-        rc=$?
-        cat "$out/bench-$name.txt"
-        [ $rc -eq 0 ] && ! grep -q ' FAIL$' "$out/bench-$name.txt" && verdict=PASS || { verdict=FAIL; bad=1; }
-        summary+=("$verdict bench $name: exit $rc, $(grep -c ' FAIL$' "$out/bench-$name.txt") below their bars")
-    fi
-done
-printf '%s\n' "${summary[@]}"
-exit $bad
+    printf '%-14s %5d passed %3d failed %3d skipped %5d s\n' "$t" "$p" "$f" "$s" $((SECONDS - start))
+    pass=$((pass + p)) fail=$((fail + f)) skip=$((skip + s))
+}
+
+t=$build/tests
+one ops 150 "$t/ops_cuda" cuda
+one attn 60 "$t/attn_check"
+[ ! -x "$t/wgmma_check" ] || one wgmma 30 "$t/wgmma_check"
+one comm 120 "$t/comm_cuda"
+one bnb 60 "$t/bnb_cuda" --backend=cuda
+one golden 90 "$t/golden_cuda" --backend=cuda
+one exact 400 "$t/exact_cuda" --backend=cuda
+one killed 150 python3 tests/cuda/killed.py $memory
+echo "$((SECONDS - all)) s on $(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sort | uniq -c | sed 's/^ *//' | paste -sd, || true)"
+echo "$pass passed, $fail failed, $skip skipped"
+[ "$fail" -eq 0 ] && [ "$skip" -eq 0 ]

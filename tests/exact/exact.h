@@ -1,10 +1,12 @@
-/* Training runs over forked CPU ranks, for tests of what must not change the bits: the supervisor's own start of processes, each of
- * which places its part, trains, saves and resumes with the engine's functions; only the planner's choices are made here. */
+/* Training runs over forked ranks, on the CPU or (--backend=cuda) one to a GPU, for tests of what must not change the bits: the
+ * supervisor's own start of processes, each of which places its part, trains, saves and resumes with the engine's functions; only the
+ * planner's choices are made here. */
 #ifndef QL_TEST_EXACT_H
 #define QL_TEST_EXACT_H
 
 #include "core/file.h"
 #include "core/train.h"
+#include "tests/backend.h"
 #include "tests/tmp.h"
 
 #include <signal.h>
@@ -63,7 +65,15 @@ typedef struct {
     ql_choice choice;
     int64_t part[QL_MAX_LAYERS];         /* bytes of a layer's part */
     int64_t shard;                       /* elements */
+    int64_t round;                       /* token counts are multiples of it */
 } exact_outcome;
+
+/* Where runs happen. */
+static struct {
+    const ql_backend *be;
+    int devices; /* ranks there may be */
+    ql_place place;
+} exact_on;
 
 static exact_shared *exact_mem;
 static struct {
@@ -82,6 +92,31 @@ static inline void exact_describe(const exact_setting *s, char *buf, size_t size
              ql_store_name((ql_store_kind)exact_stores[s->store][0]), ql_store_name((ql_store_kind)exact_stores[s->store][1]),
              schedules[s->schedule], keeps[s->keep], s->save, s->paged ? " paged" : "",
              s->resume == 1 ? " resumed" : s->resume == 2 ? " resumed elsewhere" : "");
+}
+
+static inline ql_status exact_place(void)
+{
+    backend_place p = {0};
+    const ql_backend *be = NULL;
+    if (exact_on.be) return QL_OK;
+    QL_TRY(backend_get(&be));
+    exact_on.place = (ql_place){.capacity = (int64_t)8 << 30, .host = (int64_t)8 << 30, .bf16 = 1};
+    exact_on.devices = QL_MAX_WORLD;
+    if (strcmp(be->name, "cuda") == 0) {
+        QL_TRY(backend_ask(be, &p));
+        exact_on.devices = p.devices;
+        exact_on.place.bf16 = p.info.bf16, exact_on.place.arch = p.info.arch;
+    }
+    exact_on.be = be;
+    return QL_OK;
+}
+
+/* The largest of 1, 2, 4 … that is neither above n nor above the devices. */
+static inline int exact_world(int n)
+{
+    int w = 1;
+    while (2 * w <= n && 2 * w <= exact_on.devices) w *= 2;
+    return w;
 }
 
 /* ---- data ------------------------------------------------------------------------------------- */
@@ -168,8 +203,8 @@ static inline ql_status exact_task(const exact_setting *s, ql_task **out)
     json_object_update(job, more);
     json_decref(more);
     QL_TRY(exact_data(data));
-    ql_task_inputs in = {.job = job, .train = data, .weights = QL_WEIGHTS_MAPPED,
-                         .place = {.world = s->world, .capacity = (int64_t)8 << 30, .host = (int64_t)8 << 30, .bf16 = 1}};
+    ql_task_inputs in = {.job = job, .train = data, .weights = QL_WEIGHTS_MAPPED, .place = exact_on.place};
+    in.place.world = s->world;
     ql_status st = ql_task_open(&in, out);
     json_decref(job);
     if (st != QL_OK) return st;
@@ -232,8 +267,11 @@ static inline ql_status exact_one(const exact_setting *s, const char *dir, int s
 {
     int device[QL_MAX_WORLD] = {0};
     ql_ranks *ranks = NULL;
-    ql_launch launch = {.be = ql_backend_cpu(), .device = device, .timeout_ms = 30000};
     ql_status st = QL_OK;
+    QL_TRY(exact_place());
+    if (s->world > exact_on.devices) QL_FAIL(QL_EINVAL, "%d ranks on %d devices", s->world, exact_on.devices);
+    ql_launch launch = {.be = exact_on.be, .device = device, .timeout_ms = 30000};
+    for (int i = 0; i < s->world && exact_on.place.arch; i++) device[i] = i;
     QL_GO(exact_task(s, &exact_now.task));
     launch.task = exact_now.task;
     exact_now.command = json_pack("{s:s,s:s,s:i,s:s?}", "cmd", "train", "run", dir, "steps", steps, "resume", resume);
@@ -246,6 +284,7 @@ static inline ql_status exact_one(const exact_setting *s, const char *dir, int s
     QL_GO(ql_mem_open(&exact_now.task->spec, 0, &m));
     for (int l = 0; l < o->choice.layers; l++) o->part[l] = m->blob[l].part_bytes;
     o->shard = m->shard;
+    o->round = exact_now.task->spec.round;
     ql_mem_close(m);
     QL_GO(ql_ranks_start(&launch, exact_body, &ranks));
     st = exact_listen(ranks, o);
@@ -287,9 +326,10 @@ static inline ql_status exact_run(const exact_setting *s, exact_outcome *o)
     char dir[QL_PATH_MAX], checkpoint[QL_PATH_MAX];
     exact_setting first = *s;
     memset(o, 0, sizeof *o);
+    QL_TRY(exact_place());
     snprintf(dir, sizeof dir, "%s", tmp_dir("run"));
     if (s->resume == 2) {
-        first.world = s->world == 1 ? 4 : s->world / 2;
+        first.world = s->world == 1 ? exact_world(4) : s->world / 2;
         first.store = (s->store + 1) % EXACT_STORES;
         first.schedule = s->schedule ? 0 : 1;
         first.paged = !s->paged;

@@ -1,6 +1,6 @@
-/* The exactness contract over forked CPU ranks: a job's losses, gradient norms and adapters are the same bits for every number of
- * ranks, store, schedule, recomputation, offload and resume. Here every pair of settings meets at least once; `test_exact product`
- * (make exact) runs every way to run a job. */
+/* The exactness contract over forked ranks: a job's losses, gradient norms and adapters are the same bits for every number of ranks,
+ * store, schedule, recomputation, offload and resume. Here every pair of settings meets at least once; `test_exact product` (make
+ * exact) runs every way to run a job. `exact_cuda --backend=cuda` does the same with a GPU to a rank and fewer jobs. */
 #include "core/sampler.h"
 #include "tests/exact/exact.h"
 
@@ -51,13 +51,32 @@ static ql_status compare(const exact_setting *s)
 /* ---- all pairs -------------------------------------------------------------------------------- */
 
 enum { FACTORS = 11, JOB_FACTORS = 4 };
-static const int levels[FACTORS] = {EXACT_MODELS, 3, 3, 2, 3, EXACT_STORES, QL_SCHEDULES, 4, 3, 2, 3};
+static int levels[FACTORS] = {EXACT_MODELS, 3, 3, 2, 3, EXACT_STORES, QL_SCHEDULES, 4, 3, 2, 3};
+
+/* A GPU's ranks take seconds to start: there the jobs are these, each in place of a model, and worlds as many as there are devices for. */
+static const exact_setting gpu_jobs[EXACT_MODELS] = {{.model = 0}, {.model = 1, .dtype = 2, .adam = 2},
+                                                     {.model = 2, .dtype = 1, .adam = 1, .packed = 1}, {.model = 3, .dtype = 1}};
 
 static exact_setting setting_of(const int v[FACTORS])
 {
-    static const int worlds[] = {1, 2, 4};
-    return (exact_setting){.model = v[0], .dtype = v[1], .adam = v[2], .packed = v[3], .world = worlds[v[4]], .store = v[5],
-                           .schedule = v[6], .keep = v[7], .save = v[8], .paged = v[9], .resume = v[10]};
+    exact_setting s = {.model = v[0], .dtype = v[1], .adam = v[2], .packed = v[3]};
+    if (exact_on.place.arch) s = gpu_jobs[v[0]];
+    if (s.dtype == 1 && !exact_on.place.bf16) s.dtype = 2;
+    s.world = 1 << v[4], s.store = v[5], s.schedule = v[6], s.keep = v[7], s.save = v[8], s.paged = v[9], s.resume = v[10];
+    return s;
+}
+
+static ql_status set_levels(void)
+{
+    QL_TRY(exact_place());
+    if (!exact_on.place.arch) return QL_OK;
+    levels[1] = levels[2] = levels[3] = 1;
+    levels[4] = exact_world(4) == 4 ? 3 : exact_world(4);
+    if (exact_on.devices == 1)
+        printf("# one GPU: NOTHING OF test_exact WAS RUN ON SEVERAL; sharded layers were resident ones\n");
+    else
+        printf("# %d GPUs: up to %d ranks\n", exact_on.devices, exact_world(4));
+    return QL_OK;
 }
 
 typedef struct {
@@ -107,6 +126,7 @@ TEST(every_pair_of_settings_gives_the_same_bits)
 {
     static pairs p = {.random = 1};
     int v[FACTORS], runs = 0;
+    CHECK_OK(set_levels());
     for (; next_row(&p, v); runs++) {
         exact_setting s = setting_of(v);
         CHECK_OK(compare(&s));
@@ -139,6 +159,8 @@ TEST(odd_groups_are_exact_where_they_say_so)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         exact_setting s = {.group = cases[i].group, .world = cases[i].world, .store = 1};
         exact_outcome o = {0};
+        CHECK_OK(exact_place());
+        if (cases[i].world > exact_on.devices) continue;
         if (cases[i].exact) {
             CHECK_OK(compare(&s));
             continue;
@@ -151,11 +173,16 @@ TEST(odd_groups_are_exact_where_they_say_so)
     }
 }
 
-/* As many as one machine has,: a short last group leaves half of them without work. */
+/* As many as one machine has: a short last group leaves half of them without work. */
 TEST(eight_ranks_are_exact)
 {
     exact_setting cases[] = {{.world = 8, .store = 1}, {.model = 1, .dtype = 1, .adam = 1, .world = 8, .store = 4, .schedule = 1, .keep = 3,
                              .save = 2, .paged = 1, .resume = 2}, {.model = 2, .packed = 1, .world = 8, .store = 2, .keep = 1, .resume = 1}};
+    CHECK_OK(exact_place());
+    if (exact_on.devices < 8) {
+        printf("# eight_ranks_are_exact: NOT RUN with %d GPUs\n", exact_on.devices);
+        return;
+    }
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) CHECK_OK(compare(&cases[i]));
 }
 
@@ -168,23 +195,23 @@ static int group_at(int step)
     return per[step % 3];
 }
 
-/* Rows with a target of micro-batch mb of step s, as they are rounded up on a CPU. */
-static int64_t target_rows(const ql_dataset *d, int step, int mb)
+/* Rows with a target of micro-batch mb of step s, as they are rounded up. */
+static int64_t target_rows(const ql_dataset *d, int64_t round, int step, int mb)
 {
     int32_t order[39];
     int64_t tokens, targets, at = 2 * (step % 3 * EXACT_GROUP + mb);
     if (ql_sampler_order(11, step / 3, 39, order) != QL_OK) return -1;
-    ql_batch_measure(d, order + at, ql_min64(2, 39 - at), 16, &tokens, &targets);
-    return ql_max64(16, ql_round_up(targets, 16));
+    ql_batch_measure(d, order + at, ql_min64(2, 39 - at), round, &tokens, &targets);
+    return ql_max64(round, ql_round_up(targets, round));
 }
 
 /* A loss by a shared head: normed rows and targets to all, statistics to all, fp32 gradients back to the owners; as many rows as the
  * largest of the micro-batches has. */
-static int64_t head_bytes(const ql_dataset *d, const exact_setting *s, int step, int k)
+static int64_t head_bytes(const ql_dataset *d, int64_t round, const exact_setting *s, int step, int k)
 {
     int64_t most = 0, hidden = 128, per_rank = EXACT_GROUP / s->world;
     for (int r = 0; r < s->world; r++)
-        if (r * per_rank + k < group_at(step)) most = ql_max64(most, target_rows(d, step, (int)(r * per_rank) + k));
+        if (r * per_rank + k < group_at(step)) most = ql_max64(most, target_rows(d, round, step, (int)(r * per_rank) + k));
     return (s->world - 1) * most * (hidden * 4 + 4 + s->world * 16 + hidden * 4);
 }
 
@@ -200,7 +227,7 @@ static int64_t expected_bytes(const exact_outcome *o, const exact_setting *s, co
             int64_t times = 2 * passes - (l == layers - 1 ? passes : 0) - (l == 0 ? passes - 1 : 0);
             sent += others * times * o->part[l];
         }
-        for (int k = 0; s->store > 0 && k < passes; k++) sent += head_bytes(d, s, step, k);
+        for (int k = 0; s->store > 0 && k < passes; k++) sent += head_bytes(d, o->round, s, step, k);
         sent += others * o->shard * 4;                /* gradients: a shard to each other rank */
         sent += others * o->shard / QL_OPT_BLOCK * 4; /* partial norms */
         sent += others * o->shard * 4;                /* adapters */
@@ -214,9 +241,14 @@ TEST(ranks_send_what_the_design_says)
 {
     char path[QL_PATH_MAX];
     ql_dataset *d = NULL;
+    CHECK_OK(exact_place());
+    if (exact_on.devices == 1) {
+        printf("# ranks_send_what_the_design_says: NOT RUN, one GPU sends nothing\n");
+        return;
+    }
     CHECK_OK(exact_data(path));
     CHECK_OK(ql_dataset_open(path, QL_PACK_NONE, 64, &d));
-    for (int world = 2; world <= 4; world *= 2)
+    for (int world = 2; world <= exact_world(4); world *= 2)
         for (int store = 0; store < 3; store++) {
             exact_setting s = {.world = world, .store = store};
             exact_outcome o;

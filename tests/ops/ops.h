@@ -27,7 +27,8 @@ typedef struct ctx {
     ql_event *e0, *e1;
     int64_t shift; /* bytes that addresses are moved by */
     uint64_t rng, hash;
-    bool bench, ran;
+    bool bench, ran, once;
+    bool bf16;   /* the device multiplies bfloat16 */
     bool counts; /* the null backend: ops only have to accept, there are no results */
     double ms, flops;
     tens t[64];

@@ -22,7 +22,7 @@ class Engine:
         self.log = open(os.path.join(str(cwd), "engine.log"), "w+b")
         # The engine's end is descriptor 3 in the child; whatever was 3 here is moved out of the way first.
         fd = theirs.fileno()
-        self.process = subprocess.Popen([str(BUILD / "qlora-engine")], cwd=str(cwd), pass_fds=(3,), preexec_fn=lambda: os.dup2(fd, 3),
+        self.process = subprocess.Popen([os.environ.get("QLORA_ENGINE", str(BUILD / "qlora-engine"))], cwd=str(cwd), pass_fds=(3,), preexec_fn=lambda: os.dup2(fd, 3),
                                         stdout=self.log, stderr=subprocess.STDOUT, env=dict(os.environ, **(env or {})))
         theirs.close()
         self.socket, self.lines, self.id = ours, ours.makefile("r", encoding="utf-8"), 0
