@@ -465,18 +465,17 @@ static ql_status run_dq(const ql_queue *q, attn_args args, const ql_attn *a)
                      args, (int)a->heads, (int)a->docs);
 }
 
-/* Two heads a block, as far as clusters of four allow: it depends on the group alone, as the sums' order does. One block takes a whole
- * group at head size 128, where the sum over a cluster was measured wrong in columns 64 to 127 on an H200. */
-static int cluster_of(int group, int padded_head)
+/* Two heads a block, as far as clusters of four allow: it depends on the group alone, as the sums' order does. */
+static int cluster_of(int group)
 {
-    return group == 1 || padded_head > 64 ? 1 : group <= 4 ? 2 : 4;
+    return group == 1 ? 1 : group <= 4 ? 2 : 4;
 }
 
 template <class C>
 static ql_status run_dkv(const ql_queue *q, attn_args args, const ql_attn *a)
 {
     static int resident[5]; /* clusters of each size that a device holds at once; asked for once */
-    int cluster = cluster_of(args.group, C::DP);
+    int cluster = cluster_of(args.group);
     args.tiles = (int)ql_ceil_div(a->k_max, C::BM);
     int64_t items = a->kv_heads * a->docs * args.tiles;
     QL_TRY(items_ok(items));

@@ -19,10 +19,11 @@ static __device__ __forceinline__ unsigned panel_at(int row, int chunk)
     return (unsigned)(chunk / 8 * ROWS * 128 + row * 128 + ((chunk % 8 ^ (row & 7)) << 4));
 }
 
-/* Address, leading and stride offset in units of 16 bytes; 1 << 62: the 128-byte swizzle. */
+/* Address, leading and stride offset in units of 16 bytes; 1 << 62: the 128-byte swizzle. In a cluster the bits of a shared
+ * address from 24 on name the block: they do not belong here, where the next field begins. */
 static __device__ __forceinline__ uint64_t desc_n_major(unsigned address, unsigned leading)
 {
-    return (uint64_t)(address >> 4) | (uint64_t)(leading >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+    return (uint64_t)(address >> 4 & 0x3fff) | (uint64_t)(leading >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
 static __device__ __forceinline__ uint64_t desc_k_major(unsigned address)
 {
@@ -130,21 +131,26 @@ static __device__ __forceinline__ void bar_arrive(unsigned bar)
 {
     asm volatile("{\n.reg .b64 s;\nmbarrier.arrive.shared::cta.b64 s, [%0];\n}" ::"r"(bar) : "memory");
 }
-/* Whether the last phase of this parity is over; of a fresh barrier the one of parity 1 is. */
+/* Whether the last phase of this parity is over; of a fresh barrier the one of parity 1 is. test_wait tells at once,
+ * try_wait may sleep for microseconds before it says no. */
+#define BAR_ASK(how, over, bar, parity)                                                                               \
+    asm volatile("{\n.reg .pred p;\nmbarrier." how ".parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"   \
+                 : "=r"(over)                                                                                         \
+                 : "r"(bar), "r"(parity)                                                                              \
+                 : "memory")
 static __device__ __forceinline__ bool bar_over(unsigned bar, unsigned parity)
 {
     unsigned over;
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(over)
-                 : "r"(bar), "r"(parity)
-                 : "memory");
+    BAR_ASK("test_wait", over, bar, parity);
     return over != 0;
 }
 /* Waits are microseconds; one that does not end is a broken kernel, which shall be an error and not a hang. */
 static __device__ __forceinline__ void bar_wait(unsigned bar, unsigned parity)
 {
-    for (unsigned tries = 0; !bar_over(bar, parity); tries++)
+    for (unsigned tries = 0, over = 0; !over; tries++) {
+        BAR_ASK("try_wait", over, bar, parity);
         if (tries > 1u << 22) __trap();
+    }
 }
 
 /* ---- clusters: blocks that run at once and read each other's shared memory ---- */
@@ -226,7 +232,8 @@ static __device__ __forceinline__ void flight_flush(flight &f)
     flight_land(f.young);
     f.old = f.young = 0;
 }
-/* Waits for an empty stage. Whoever has to wait lands everything first, because the consumers may need it. */
+/* Waits for an empty stage. Whoever has to wait lands everything first, because the consumers may need it: hence a question
+ * that does not sleep. */
 static __device__ __forceinline__ void flight_wait(flight &f, unsigned bar, unsigned parity)
 {
     if (bar_over(bar, parity)) return;
