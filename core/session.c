@@ -177,8 +177,9 @@ static void take_event(session *s, relay *r, int rank, json_t *e)
         /* "another rank failed" is an echo: the rank that it comes from has the words. */
         int echo = error && is(json_string_value(json_object_get(e, "status")), ql_status_name(QL_EPEER));
         if (error) ql_ranks_shared(s->ranks)->abort = 1;
-        if ((!r->end && !(r->unplaced && is(name, "error"))) || (error && !is(r->name, "error")) || (rank == 0 && !is(r->name, "error")) ||
-            (error && !echo && is(json_string_value(json_object_get(r->end, "status")), ql_status_name(QL_EPEER)))) {
+        int theirs = r->unplaced && is(name, "error"); /* of a rank that waited for one that will not come */
+        if (!theirs && (!r->end || (error && !is(r->name, "error")) || (rank == 0 && !is(r->name, "error")) ||
+            (error && !echo && is(json_string_value(json_object_get(r->end, "status")), ql_status_name(QL_EPEER))))) {
             json_decref(r->end);
             r->end = json_incref(e);
             memcpy(r->name, name, sizeof r->name - 1);
