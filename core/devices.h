@@ -8,7 +8,8 @@
 #include <jansson.h>
 
 /* [{"name","id","backend","index","arch","total","free","driver","libs","peers":[…]}…], cuda devices first, then "cpu". `missing` says why
- * there is no cuda; "" when there is. */
+ * there is no cuda; "" when there is. GPUs have {"pcie":{"generation","width","max_generation","max_width"},"links":[{"to","path",
+ * "nvlinks","nvlink_gbs","p2p","why"}…]}: how they are joined to those after them. */
 ql_status ql_devices_probe(const char *cuda_library, json_t **out, char *missing, size_t size);
 /* The devices of a job ("auto", "cuda:0,1", "cpu:4") out of a probe: backend, indices, and the place for the planner. limits: bytes per
  * device set by the user, 0 none. */

@@ -68,6 +68,33 @@ typedef struct {
     ql_status (*set)(ql_stream *s, void *dst, int byte, int64_t bytes);
 } ql_dev_table;
 
+/* ---- how GPUs are joined, as NVML tells (nvml.c); apart from the table: no context is made ---- */
+
+/* What the way from one GPU to another goes through, the nearest first. */
+typedef enum {
+    QL_PATH_UNKNOWN, QL_PATH_BOARD, QL_PATH_SWITCH, QL_PATH_SWITCHES, QL_PATH_HOST_BRIDGE, QL_PATH_NODE, QL_PATH_SOCKETS
+} ql_path;
+typedef enum { QL_P2P_UNKNOWN, QL_P2P_OK, QL_P2P_CHIPSET, QL_P2P_GPU, QL_P2P_TOPOLOGY, QL_P2P_DISABLED, QL_P2P_UNSUPPORTED } ql_p2p;
+
+typedef struct {
+    ql_path path;
+    ql_p2p p2p;     /* one may read the other's memory, or why not */
+    int nvlinks;    /* active NVLinks that lead there, through a switch too */
+    int nvlink_mbps; /* of each, one way; 0 unknown */
+} ql_gpu_link;
+/* PCI Express: as it is now (a GPU at rest slows its link down), and the most that card and slot can; 0 unknown. */
+typedef struct {
+    int generation, width, max_generation, max_width;
+} ql_gpu_pcie;
+
+typedef struct ql_nvml ql_nvml;
+/* The driver's libnvidia-ml.so.1; QL_ENOSUP where it is not there or answers nothing. */
+ql_status ql_nvml_open(ql_nvml **out);
+void ql_nvml_close(ql_nvml *n);
+/* By PCI bus ids, as ql_dev_info.id. What NVML does not know is left unknown. */
+ql_status ql_nvml_pcie(const ql_nvml *n, const char *id, ql_gpu_pcie *out);
+ql_status ql_nvml_link(const ql_nvml *n, const char *a, const char *b, ql_gpu_link *out);
+
 #ifdef __cplusplus
 }
 #endif

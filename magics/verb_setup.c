@@ -81,6 +81,13 @@ ql_status ql_verb_info(ql_magics *m, const ql_call *call, json_t **out)
         json_array_append_new(missing, ql_text_json(ql_error(), strlen(ql_error())));
         ql_error_clear();
     }
+    const char *lacks = json_string_value(json_object_get(m->devices, "missing"));
+    if (lacks && *lacks) {
+        ql_buf b = {0};
+        ql_buf_printf(&b, "No GPU: %s. Everything runs on the CPU here.", strncmp(lacks, "cuda: ", 6) == 0 ? lacks + 6 : lacks);
+        json_array_append_new(missing, ql_buf_json(&b));
+        ql_buf_free(&b);
+    }
     double limit = cgroup_limit();
     json_t *memory =
         json_pack("{s:f, s:f}", "total", meminfo("MemTotal"), "available", meminfo("MemAvailable"));

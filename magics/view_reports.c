@@ -1,4 +1,4 @@
-/* One view per report: what info, load, config, data, plan, memory, eval, generate, verify and
+/* One view per report: what load, config, data, plan, memory, eval, generate, verify and
  * bench say. */
 #include "magics/view.h"
 
@@ -13,88 +13,6 @@ static const char *bytes_or_dash(double v, ql_short *s)
 {
     *s = ql_fmt_bytes(v);
     return isfinite(v) ? s->s : "-";
-}
-
-/* ---- info
- * -------------------------------------------------------------------------------------------- */
-
-static void info_devices(ql_view *v, const json_t *devices)
-{
-    ql_buf names = {0};
-    ql_table t;
-    size_t i;
-    const json_t *d;
-    ql_short total, left;
-    ql_table_begin(&t, ">|device|backend|arch|memory>|free>|id", &names);
-    json_array_foreach((json_t *)devices, i, d)
-    {
-        ql_table_cell(&t, "%zu", i);
-        ql_table_cell(&t, "%s", ql_jstr(d, "name", "?"));
-        ql_table_cell(&t, "%s", ql_jstr(d, "backend", ""));
-        if (ql_jint(d, "arch", 0) > 0)
-            ql_table_cell(&t, "sm_%d", (int)ql_jint(d, "arch", 0));
-        else
-            ql_table_cell(&t, "%s", ql_jstr(d, "arch", ""));
-        ql_table_cell(&t, "%s", bytes_or_dash(ql_jnum(d, "total", NONE), &total));
-        ql_table_cell(&t, "%s", bytes_or_dash(ql_jnum(d, "free", NONE), &left));
-        ql_table_cell(&t, "%.20s", ql_jstr(d, "id", ""));
-    }
-    ql_table_end(v, &t);
-    ql_buf_free(&names);
-}
-
-static void info_host(ql_view *v, const json_t *info)
-{
-    const json_t *memory = json_object_get(info, "memory"), *disk, *text;
-    ql_buf names = {0}, list = {0};
-    ql_table t;
-    size_t i;
-    const char *key;
-    ql_table_begin(&t, "|", &names);
-    ql_table_cell(&t, "processor");
-    ql_table_cell(&t, "%s, %lld threads", ql_jstr(info, "cpu", "CPU"),
-                  (long long)ql_jint(info, "cores", 0));
-    ql_table_cell(&t, "memory");
-    double limit = ql_jnum(memory, "limit", NONE);
-    ql_table_cell(&t, "%s, %s free%s%s", ql_fmt_bytes(ql_jnum(memory, "total", 0)).s,
-                  ql_fmt_bytes(ql_jnum(memory, "available", 0)).s,
-                  isfinite(limit) ? "; this container may use " : "",
-                  isfinite(limit) ? ql_fmt_bytes(limit).s : "");
-    json_array_foreach(json_object_get(info, "disks"), i, disk)
-    {
-        if (!json_is_object(disk)) continue;
-        ql_table_cell(&t, "%s", ql_jstr(disk, "name", ""));
-        ql_table_cell(&t, "%s free of %s", ql_fmt_bytes(ql_jnum(disk, "free", 0)).s,
-                      ql_fmt_bytes(ql_jnum(disk, "total", 0)).s);
-    }
-    json_object_foreach(json_object_get(info, "libraries"), key, text)
-        ql_buf_printf(&list, "%s%s %s", list.len ? ", " : "", key,
-                      json_is_string(text) ? json_string_value(text) : "not there");
-    if (list.len) {
-        ql_table_cell(&t, "libraries");
-        ql_table_cell(&t, "%s", ql_buf_str(&list));
-    }
-    ql_table_cell(&t, "engine");
-    ql_table_cell(&t, "%s", ql_jstr(info, "engine", ""));
-    ql_table_end(v, &t);
-    ql_buf_free(&names);
-    ql_buf_free(&list);
-}
-
-json_t *ql_view_info(const json_t *info)
-{
-    ql_view v = {0};
-    const json_t *text;
-    size_t i;
-    const json_t *devices = json_object_get(info, "devices");
-    ql_view_title(&v, "qlora", "%s", ql_jstr(info, "version", ""));
-    if (json_array_size(devices) > 0) info_devices(&v, devices);
-    json_array_foreach(json_object_get(info, "links"), i, text) if (json_is_string(text))
-        ql_view_note(&v, "%s", json_string_value(text));
-    info_host(&v, info);
-    json_array_foreach(json_object_get(info, "missing"), i, text) if (json_is_string(text))
-        ql_view_warn(&v, json_string_value(text));
-    return ql_view_bundle(&v, info);
 }
 
 /* ---- load
