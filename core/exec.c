@@ -325,8 +325,8 @@ ql_status ql_exec_stop_point(ql_rank *r)
 {
     ql_shared *sh = r->set.shared;
     ql_rank_state *me = &sh->rank[r->set.rank];
-    if (sh->abort) QL_FAIL(QL_EPEER, "another rank failed");
-    if (!sh->stop) return QL_OK;
+    if (ql_flag(&sh->abort)) QL_FAIL(QL_EPEER, "another rank failed");
+    if (!ql_flag(&sh->stop)) return QL_OK;
     __atomic_store_n(&me->at_stop, 1, __ATOMIC_SEQ_CST);
     for (;;) {
         int together = 1;
@@ -340,7 +340,7 @@ ql_status ql_exec_stop_point(ql_rank *r)
             together &= waits && entered == me->entered;
         }
         if (together) return QL_ESTOP;
-        if (sh->abort) QL_FAIL(QL_EPEER, "another rank failed");
+        if (ql_flag(&sh->abort)) QL_FAIL(QL_EPEER, "another rank failed");
         usleep(500);
     }
 }
@@ -360,7 +360,7 @@ static ql_status run_plan(ql_rank *r, const ql_plan *p, const ql_step_data *d)
     int from = ql_plan_first(&r->spec->choice, r->set.rank), layers_done = 0;
     ql_rank_state *me = &r->set.shared->rank[r->set.rank];
     r->stack = 0, r->heads = 0;
-    me->at_stop = 0;
+    __atomic_store_n(&me->at_stop, 0, __ATOMIC_SEQ_CST);
     ql_rank_at(r, d->step > 0 ? QL_AT_STEP : QL_AT_EVAL);
     for (int i = 0; i < p->count; i++) {
         const ql_action *a = &p->a[i];

@@ -32,7 +32,7 @@ struct ql_ranks {
 static void *watch(void *arg)
 {
     const ql_shared *sh = arg;
-    while (!sh->abort) usleep(100 * 1000);
+    while (!ql_flag(&sh->abort)) usleep(100 * 1000);
     usleep(500 * 1000); /* time for the main thread to leave by itself, with its own words */
     _exit(4);
 }

@@ -303,8 +303,8 @@ ql_status ql_rank_load(ql_rank *r)
         QL_GO(load_small(r, l));
         QL_GO(load_layer(r, &ld, l));
         r->set.shared->rank[r->set.rank].beat++;
-        if (r->set.shared->abort) QL_GO(ql_fail(QL_EPEER, "another rank failed"));
-        if (r->set.shared->stop) QL_GO(QL_ESTOP);
+        if (ql_flag(&r->set.shared->abort)) QL_GO(ql_fail(QL_EPEER, "another rank failed"));
+        if (ql_flag(&r->set.shared->stop)) QL_GO(QL_ESTOP);
         if (r->set.progress) r->set.progress(r->set.ctx, "load", l + 1, n + 1);
     }
     QL_GO(load_vector(r, &model->norm, m->head.norm));
@@ -358,9 +358,26 @@ void ql_rank_where(const ql_rank_state *s, char *buf, size_t size)
     }
 }
 
+/* Figures that one rank writes while others read them: word by word, each of them whole. */
+static void copy_words(void *to, const void *from, size_t size)
+{
+    int32_t *t = to;
+    const int32_t *f = from;
+    for (size_t i = 0; i < size / 4; i++) __atomic_store_n(&t[i], __atomic_load_n(&f[i], __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+}
+
 ql_status ql_rank_measure(ql_rank *r)
 {
     ql_rank_state *s = &r->set.shared->rank[r->set.rank];
-    for (int c = 0; c < QL_CATS; c++) s->bytes[c] = r->arena.by_cat[c];
-    return dev_of(r)->memory(r->dev, &s->mem);
+    ql_dev_memory mem;
+    QL_TRY(dev_of(r)->memory(r->dev, &mem));
+    copy_words(s->bytes, r->arena.by_cat, sizeof s->bytes);
+    copy_words(&s->mem, &mem, sizeof mem);
+    return QL_OK;
+}
+
+void ql_rank_figures(const ql_rank_state *s, int64_t bytes[QL_CATS], ql_dev_memory *mem)
+{
+    copy_words(bytes, s->bytes, sizeof s->bytes);
+    copy_words(mem, &s->mem, sizeof *mem);
 }

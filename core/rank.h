@@ -103,6 +103,8 @@ ql_status ql_rank_step(ql_rank *r, const ql_plan *p, const ql_step_data *d, ql_s
 /* Forward and loss of the plan's micro-batches; losses[mb] gets Σ nll of those this rank has (all ranks' after it). */
 ql_status ql_rank_forward(ql_rank *r, const ql_plan *p, const ql_step_data *d, float *losses);
 ql_status ql_rank_measure(ql_rank *r);
+/* What a rank measured last. */
+void ql_rank_figures(const ql_rank_state *s, int64_t bytes[QL_CATS], ql_dev_memory *mem);
 /* "B 3 mb 1 of step 7", "loading layer 3", "saving after step 20": for messages. */
 void ql_rank_where(const ql_rank_state *s, char *buf, size_t size);
 void ql_rank_at(ql_rank *r, ql_phase phase);

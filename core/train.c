@@ -178,7 +178,10 @@ static ql_status report_start(run *x, int64_t resumed)
     char trainable[256];
     for (int i = 0; i < x->w->p->world; i++) {
         const ql_rank_state *s = &x->w->p->shared->rank[i];
-        json_array_append_new(devices, json_pack("{s:i,s:s,s:I}", "rank", i, "name", s->name, "total", (json_int_t)s->mem.total));
+        int64_t bytes[QL_CATS];
+        ql_dev_memory mem;
+        ql_rank_figures(s, bytes, &mem);
+        json_array_append_new(devices, json_pack("{s:i,s:s,s:I}", "rank", i, "name", s->name, "total", (json_int_t)mem.total));
     }
     for (int i = 0; i < t->why.n; i++) json_array_append_new(why, json_string(t->why.text[i]));
     const char *adapter = ql_job_str(t->job, "adapter");
@@ -297,6 +300,7 @@ ql_status ql_train_run(ql_worker *w, const json_t *command, json_t **out)
     w->holds[0] = 0;
     if (json_is_integer(n)) x.until = ql_min64(x.until, json_integer_value(n));
     QL_GO(ql_rank_measure(x.r));
+    if (x.r->comm) QL_GO(x.r->set.be->comm->barrier(x.r->comm, x.r->compute)); /* the first rank tells what all have measured */
     QL_GO(report_start(&x, x.done));
     QL_GO(ql_worker_say(w, "training", ""));
     x.began = x.last_save = ql_now();

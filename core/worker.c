@@ -26,17 +26,19 @@ ql_status ql_worker_say(ql_worker *w, const char *state, const char *text)
 static json_t *rank_memory(const ql_rank_state *s, int rank)
 {
     json_t *bytes = json_object();
-    int64_t arena = 0;
+    int64_t arena = 0, by_cat[QL_CATS];
+    ql_dev_memory mem;
+    ql_rank_figures(s, by_cat, &mem);
     for (int c = 0; c < QL_CATS; c++) {
-        arena += s->bytes[c];
-        if (s->bytes[c]) json_object_set_new(bytes, ql_cat_name((ql_cat)c), json_integer(s->bytes[c]));
+        arena += by_cat[c];
+        if (by_cat[c]) json_object_set_new(bytes, ql_cat_name((ql_cat)c), json_integer(by_cat[c]));
     }
     /* What the driver counts for this process beyond our arena: context, libraries, communicator. */
-    int64_t runtime = s->mem.process > arena ? s->mem.process - arena : 0;
+    int64_t runtime = mem.process > arena ? mem.process - arena : 0;
     if (runtime) json_object_set_new(bytes, "runtime", json_integer(runtime));
     return json_pack("{s:i,s:s,s:o,s:I,s:I,s:I,s:I,s:I,s:i,s:i}", "rank", rank, "name", s->name, "bytes", bytes, "arena", (json_int_t)arena,
-                     "peak", (json_int_t)s->mem.peak, "process", (json_int_t)s->mem.process, "used", (json_int_t)s->mem.used, "total",
-                     (json_int_t)s->mem.total, "temperature", s->mem.temperature_c, "power", s->mem.power_w);
+                     "peak", (json_int_t)mem.peak, "process", (json_int_t)mem.process, "used", (json_int_t)mem.used, "total",
+                     (json_int_t)mem.total, "temperature", mem.temperature_c, "power", mem.power_w);
 }
 
 ql_status ql_worker_memory(const ql_worker *w, json_t **out)

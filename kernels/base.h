@@ -112,6 +112,11 @@ static inline int64_t ql_round_up(int64_t a, int64_t b)
 {
     return ql_ceil_div(a, b) * b;
 }
+/* A flag that another thread or process sets: what was written before it is seen with it. */
+static inline int ql_flag(const volatile int *flag)
+{
+    return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+}
 static inline int64_t ql_min64(int64_t a, int64_t b)
 {
     return a < b ? a : b;

@@ -196,7 +196,7 @@ static ql_status still_wanted(ql_comm *c, const pending *first, int64_t idle_ms)
     const char *what = op_names[first->head.op];
     if (atomic_load(&c->cancelled))
         return broken(c, ql_fail(QL_EPEER, "rank %d: %s was cancelled", c->rank, what));
-    if (c->abort && *c->abort)
+    if (c->abort && ql_flag(c->abort))
         return broken(c, ql_fail(QL_EPEER,
                                  "rank %d: stopped in %s with rank %d, because a rank failed",
                                  c->rank, what, first->peer));
@@ -255,7 +255,7 @@ static ql_status finish(ql_comm *c)
 
 static ql_status ready(ql_comm *c, const char *op)
 {
-    if (atomic_load(&c->cancelled) || c->broken || (c->abort && *c->abort))
+    if (atomic_load(&c->cancelled) || c->broken || (c->abort && ql_flag(c->abort)))
         QL_FAIL(QL_EPEER, "rank %d: %s after a rank failed or the run was stopped", c->rank, op);
     return QL_OK;
 }
