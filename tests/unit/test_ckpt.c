@@ -385,11 +385,12 @@ TEST(killed_at_any_moment)
     int status;
     unsigned seed = 12345;
     snprintf(run, sizeof run, "%s", tmp_dir("killed"));
-    for (int k = 0; k < KILLS; k++) {
+    /* On a busy machine longer, until there was something to kill. */
+    for (int k = 0; k < KILLS || (last <= 5 && k < 10 * KILLS); k++) {
         pid_t pid = fork();
         if (pid == 0) save_for_ever(run, last + 1);
         seed = seed * 1103515245 + 12345;
-        usleep(2000 + (seed >> 8) % (k % 4 == 0 ? 120000 : 25000));
+        usleep(2000 + (seed >> 8) % (k % 4 == 0 ? 120000 : 25000) * (unsigned)(1 + k / KILLS));
         CHECK(kill(pid, SIGKILL) == 0);
         CHECK(waitpid(pid, &status, 0) == pid && WIFSIGNALED(status));
         ql_status st = ql_ckpt_find(run, NULL, path);
