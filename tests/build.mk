@@ -130,4 +130,7 @@ test-cuda: cuda-tests
 	@tests/cuda/run.sh $(BUILD)
 sanitize: cuda-tests
 	@tests/cuda/sanitize.sh $(BUILD)
-.PHONY: need-nvcc cuda-tests test-cuda sanitize
+# The table of what the sm_75 kernels take, after a change that is meant (make test compares).
+resources: need-nvcc $(CUDA_LIB)
+	@python3 tests/cuda/resources.py $(BUILD) --write
+.PHONY: need-nvcc cuda-tests test-cuda sanitize resources

@@ -20,8 +20,8 @@ ifneq ($(filter 90,$(if $(T4),,$(CUDA_ARCH))),)
 # Warpgroup products exist on sm_90a alone: files of their own, chosen at run time on exactly that card.
 CUDA_SRC90   := $(wildcard kernels/cuda/*90.cu)
 CUDA_SRC     += $(CUDA_SRC90)
-$(CUDA_SRC90:%.cu=$(BUILD)/%.o): CUDA_GEN := -gencode arch=compute_90a,code=sm_90a
-$(BUILD)/kernels/cuda/attn.o: CUDA_GEN += -DQL_SM90A
+$(CUDA_SRC90:%.cu=$(BUILD)/%.o) $(CUDA_SRC90:%.cu=$(BUILD)/%.ptxas): CUDA_GEN := -gencode arch=compute_90a,code=sm_90a
+$(BUILD)/kernels/cuda/attn.o $(BUILD)/kernels/cuda/attn.ptxas: CUDA_GEN += -DQL_SM90A
 endif
 CUDA_OBJ     := $(CUDA_SRC:%.cu=$(BUILD)/%.o)
 NVCCFLAGS    += -std=c++17 -O3 -I. -I$(CUDA_HEADERS) -lineinfo -cudart static \
@@ -31,12 +31,17 @@ comma := ,
 $(CUDA_HEADERS)/.done: kernels/cuda/headers
 	@kernels/cuda/headers $(CUDA_HEADERS) $(CUDA_HOME) $(PYTHON)
 
-$(BUILD)/%.o: %.cu $(CUDA_HEADERS)/.done
+# One run makes both: the object, and what the assembler says of each kernel (registers, spills, shared memory), which
+# tests/cuda/resources.py holds against its table.
+$(BUILD)/%.o $(BUILD)/%.ptxas: %.cu $(CUDA_HEADERS)/.done
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(CUDA_GEN) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+	$(NVCC) $(NVCCFLAGS) -Xptxas -v $(CUDA_GEN) -MMD -MP -MT $(BUILD)/$*.o -MF $(BUILD)/$*.d -c $< -o $(BUILD)/$*.o 2>$(BUILD)/$*.log || \
+	    { grep -vE '^ptxas info|^ +[0-9]+ bytes stack|^$$' $(BUILD)/$*.log >&2; exit 1; }
+	@grep -vE '^ptxas info|^ +[0-9]+ bytes stack|^$$' $(BUILD)/$*.log >&2 || true
+	@mv $(BUILD)/$*.log $(BUILD)/$*.ptxas
 
-$(CUDA_LIB): $(CUDA_OBJ)
-	$(NVCC) -shared -cudart static -Xlinker -soname,libqlora-cuda.so,-Bsymbolic,--exclude-libs,ALL $^ -o $@ -ldl -lpthread -lrt
+$(CUDA_LIB): $(CUDA_OBJ) $(CUDA_OBJ:.o=.ptxas)
+	$(NVCC) -shared -cudart static -Xlinker -soname,libqlora-cuda.so,-Bsymbolic,--exclude-libs,ALL $(CUDA_OBJ) -o $@ -ldl -lpthread -lrt
 
 PROGRAMS += $(CUDA_LIB)
 cuda: $(CUDA_LIB)

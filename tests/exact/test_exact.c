@@ -179,10 +179,7 @@ TEST(eight_ranks_are_exact)
     exact_setting cases[] = {{.world = 8, .store = 1}, {.model = 1, .dtype = 1, .adam = 1, .world = 8, .store = 4, .schedule = 1, .keep = 3,
                              .save = 2, .paged = 1, .resume = 2}, {.model = 2, .packed = 1, .world = 8, .store = 2, .keep = 1, .resume = 1}};
     CHECK_OK(exact_place());
-    if (exact_on.devices < 8) {
-        printf("# eight_ranks_are_exact: NOT RUN with %d GPUs\n", exact_on.devices);
-        return;
-    }
+    if (exact_on.devices < 8) NOT_RUN("%d GPUs", exact_on.devices);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) CHECK_OK(compare(&cases[i]));
 }
 
@@ -242,10 +239,7 @@ TEST(ranks_send_what_the_design_says)
     char path[QL_PATH_MAX];
     ql_dataset *d = NULL;
     CHECK_OK(exact_place());
-    if (exact_on.devices == 1) {
-        printf("# ranks_send_what_the_design_says: NOT RUN, one GPU sends nothing\n");
-        return;
-    }
+    if (exact_on.devices == 1) NOT_RUN("one GPU");
     CHECK_OK(exact_data(path));
     CHECK_OK(ql_dataset_open(path, QL_PACK_NONE, 64, &d));
     for (int world = 2; world <= exact_world(4); world *= 2)
