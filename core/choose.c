@@ -19,19 +19,6 @@ static double gib(int64_t bytes)
     return (double)bytes / (1 << 30);
 }
 
-/* Rank 0 is as full as any: shards are equal, and its state runs cover whole blocks like the others'. */
-ql_status ql_choice_bytes(const ql_spec *spec, int64_t *device, int64_t *host)
-{
-    ql_mem *m = NULL;
-    ql_arena a = {0};
-    QL_TRY(ql_mem_open(spec, 0, &m));
-    ql_status st = ql_mem_carve(m, &a);
-    *device = a.used;
-    *host = ql_mem_host_base(m) + spec->choice.world * ql_mem_host_rank(m);
-    ql_mem_close(m);
-    return st;
-}
-
 typedef struct {
     ql_spec *s;
     const ql_args *args;
@@ -46,7 +33,7 @@ static int fits(chooser *c)
 {
     int64_t device = 0, host = 0;
     if (c->st != QL_OK) return 0;
-    c->st = ql_choice_bytes(c->s, &device, &host);
+    c->st = ql_mem_bytes(c->s, &device, &host);
     return c->st == QL_OK && device <= c->place->capacity && (c->host_later || host <= c->place->host);
 }
 
@@ -125,10 +112,10 @@ static void pick_store(chooser *c)
         return;
     }
     if (fits(c)) {
-        ql_choice_bytes(c->s, &device, &host);
+        ql_mem_bytes(c->s, &device, &host);
         if (ch->world > 1) {
             store_all(c, QL_STORE_SHARDED, 0, n);
-            ql_choice_bytes(c->s, &sharded, &host);
+            ql_mem_bytes(c->s, &sharded, &host);
             store_all(c, QL_STORE_RESIDENT, 0, n);
             say(c->why, "resident (auto: fits at %.2f GiB; --fsdp true shards to %.2f)", gib(device), gib(sharded));
         } else {
@@ -139,7 +126,7 @@ static void pick_store(chooser *c)
     if (ch->world > 1) {
         store_all(c, QL_STORE_SHARDED, 0, n);
         if (fits(c)) {
-            ql_choice_bytes(c->s, &device, &host);
+            ql_mem_bytes(c->s, &device, &host);
             say(c->why, "sharded (auto: resident does not fit in %.2f GiB; shards do at %.2f)", gib(c->place->capacity), gib(device));
             return;
         }
@@ -253,7 +240,7 @@ ql_status ql_choose(ql_spec *spec, const ql_args *args, const ql_place *place, q
     pick_cache(&c);
     QL_TRY(c.st);
     int64_t device = 0, host = 0;
-    QL_TRY(ql_choice_bytes(spec, &device, &host));
+    QL_TRY(ql_mem_bytes(spec, &device, &host));
     if (device > place->capacity)
         QL_FAIL(QL_ENOMEM, "this job needs %.2f GiB on each device, %.2f are there. What helps: a shorter --max_length, a smaller "
                 "--per_device_train_batch_size, --gradient_checkpointing true, --fsdp true on more devices, --activation_offloading true, "

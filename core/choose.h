@@ -24,7 +24,5 @@ typedef struct {
  * is fast: fewest bytes moved, then fewest layers recomputed, then layers kept dequantised. QL_ENOMEM with the nearest settings that fit
  * when nothing does; the choice is then the smallest there is. */
 ql_status ql_choose(ql_spec *spec, const ql_args *args, const ql_place *place, ql_reasons *why);
-/* Bytes of the fullest rank. */
-ql_status ql_choice_bytes(const ql_spec *spec, int64_t *device, int64_t *host);
 
 #endif

@@ -30,19 +30,25 @@ double ql_cost_head(const ql_config *c, int64_t rows, int train)
     return (train ? 4.0 : 2.0) * (double)rows * (double)c->vocab * (double)c->hidden;
 }
 
+/* Forward, recompute and gradient of one micro-batch in layer l, in operations. */
+static double layer_flops(const ql_spec *s, int l, int64_t length)
+{
+    const ql_config *c = &s->model->cfg;
+    double sum = ql_cost_layer(c, s->rows, length, QL_COST_F);
+    if (!s->choice.train || l < s->choice.first) return sum;
+    sum += ql_cost_layer(c, s->rows, length, QL_COST_B);
+    if (s->choice.keep[l] == QL_KEEP_INPUT) sum += ql_cost_layer(c, s->rows, length, QL_COST_R);
+    if (s->choice.keep[l] == QL_KEEP_NO_MLP) sum += ql_cost_layer(c, s->rows, length, QL_COST_R_MLP);
+    return sum;
+}
+
 /* One micro-batch through all layers and back. */
 static double micro_flops(const ql_spec *s, int64_t length)
 {
     const ql_config *c = &s->model->cfg;
     const ql_choice *ch = &s->choice;
-    double f = ql_cost_layer(c, s->rows, length, QL_COST_F), sum = ql_cost_head(c, s->rows, ch->train);
-    for (int l = 0; l < ch->layers; l++) {
-        sum += f;
-        if (!ch->train || l < ch->first) continue;
-        sum += ql_cost_layer(c, s->rows, length, QL_COST_B);
-        if (ch->keep[l] == QL_KEEP_INPUT) sum += ql_cost_layer(c, s->rows, length, QL_COST_R);
-        if (ch->keep[l] == QL_KEEP_NO_MLP) sum += ql_cost_layer(c, s->rows, length, QL_COST_R_MLP);
-    }
+    double sum = ql_cost_head(c, s->rows, ch->train);
+    for (int l = 0; l < ch->layers; l++) sum += layer_flops(s, l, length);
     return sum;
 }
 
@@ -81,6 +87,30 @@ double ql_cost_step(const ql_spec *s, int64_t length, const ql_rates *r)
     if (s->state_host) update += 2.0 * (double)m->shard * (s->state == QL_ADAM_F32 ? 8 : 2) / r->host;
     ql_mem_close(m);
     return (compute > moved ? compute : moved) + update;
+}
+
+/* ---- a pipeline ------------------------------------------------------------------------------- */
+
+void ql_cost_cut(ql_spec *s, int64_t length)
+{
+    enum { N = QL_MAX_LAYERS + 1, W = QL_MAX_WORLD + 1 };
+    ql_choice *c = &s->choice;
+    int least = c->layers >= c->world, from[W][N];
+    double upto[N] = {0}, slowest[W][N], squares[W][N], head = ql_cost_head(&s->model->cfg, s->rows, c->train);
+    for (int l = 0; l < c->layers; l++) upto[l + 1] = upto[l] + layer_flops(s, l, length);
+    /* The first w stages have n layers: the slowest of them as quick as can be, then the most even. */
+    for (int w = 0; w <= c->world; w++)
+        for (int n = 0; n <= c->layers; n++) {
+            slowest[w][n] = squares[w][n] = w == 0 && n == 0 ? 0 : 1e300;
+            for (int k = 0; w > 0 && k <= n - least; k++) {
+                double mine = upto[n] - upto[k] + (w == c->world ? head : 0);
+                double max = slowest[w - 1][k] > mine ? slowest[w - 1][k] : mine, sq = squares[w - 1][k] + mine * mine;
+                if (slowest[w - 1][k] >= 1e300 || max > slowest[w][n] || (max >= slowest[w][n] && sq >= squares[w][n])) continue;
+                slowest[w][n] = max, squares[w][n] = sq, from[w][n] = k;
+            }
+        }
+    c->cut[c->world] = (int16_t)c->layers;
+    for (int w = c->world; w > 0; w--) c->cut[w - 1] = (int16_t)from[w][c->cut[w]];
 }
 
 double ql_cost_action(const ql_spec *s)

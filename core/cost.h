@@ -31,6 +31,10 @@ double ql_cost_step(const ql_spec *s, int64_t length, const ql_rates *r);
 /* Operations of all ranks in such a step. */
 double ql_cost_step_flops(const ql_spec *s, int64_t length);
 
+/* Cuts the layers into stages for a pipeline, choice.cut: no stage is empty while there are layers enough, and the slowest is as quick as
+ * can be, the head counted. */
+void ql_cost_cut(ql_spec *s, int64_t length);
+
 /* Operations of the largest single action of the job: what a deadline has to wait for. */
 double ql_cost_action(const ql_spec *s);
 

@@ -76,7 +76,7 @@ ql_status ql_exec_batch(ql_rank *r, int flight, const ql_batch *b, int train, ui
     memcpy(st->host + st->at_pos, b->position, (size_t)b->T * 4);
     memcpy(st->host + st->at_start, b->doc_start, (size_t)b->docs * 4);
     memcpy(st->host + st->at_len, b->doc_len, (size_t)b->docs * 4);
-    stage_rows(r, st->host + st->at_rows, b);
+    if (ql_mem_has_embedding(r->mem)) stage_rows(r, st->host + st->at_rows, b);
     QL_TRY(dev->copy(r->compute, st->dev, st->host, st->bytes));
     memset(mb, 0, sizeof *mb);
     mb->rows = b->T;
@@ -93,6 +93,7 @@ ql_status ql_exec_batch(ql_rank *r, int flight, const ql_batch *b, int train, ui
     mb->train = train;
     mb->step = step;
     /* Embedding rows as the file has them, through a buffer that no layer uses yet, into the residual stream's dtype. */
+    if (!ql_mem_has_embedding(r->mem)) return dev->record(r->compute, r->staged);
     ql_tensor h = ql_rows(ql_mem_h(r->mem, flight, 0), 0, b->T);
     ql_tensor raw = ql_mat(r->mem->work.a.data, e->dtype, b->T, e->cols, e->cols);
     QL_TRY(dev->copy(r->compute, raw.data, st->host + st->at_rows, b->T * e->cols * (int64_t)ql_dtype_size(e->dtype)));
@@ -141,25 +142,26 @@ ql_status ql_exec_layer(ql_rank *r, ql_micro *mb, int64_t layer, int slot, ql_la
     return QL_OK;
 }
 
-/* The activations of (flight, layer): kept ones, the shared ones for what is not kept. */
+/* The activations of (flight, layer): kept ones, the shared ones for what is not kept, or the layer's own where it is recomputed ahead. */
 static ql_act act_of(const ql_rank *r, int flight, int64_t layer)
 {
     ql_mem *m = r->mem;
-    ql_act a = m->shared;
+    const ql_act *lacks = ql_tensor_set(m->ahead[layer].gu) ? &m->ahead[layer] : &m->shared;
+    ql_act a = *lacks;
     ql_keep keep = r->spec->choice.train && layer >= m->shape.first ? (ql_keep)r->spec->choice.keep[layer] : QL_KEEP_INPUT;
     if (keep != QL_KEEP_INPUT) {
         a = *ql_mem_act(m, flight, layer);
-        if (keep == QL_KEEP_NO_MLP) a.gu = m->shared.gu;
+        if (keep == QL_KEEP_NO_MLP) a.gu = lacks->gu;
     }
     a.h = ql_mem_h(m, flight, layer);
     return a;
 }
 
-static ql_work work_of(const ql_rank *r, int flight)
+static ql_work work_of(const ql_rank *r, int flight, int mb)
 {
     ql_work w = r->mem->work;
     int same = w.dy.data == w.dh.data;
-    w.dh = r->mem->dh[flight];
+    w.dh = ql_mem_dh(r->mem, flight, mb);
     if (same) w.dy = w.dh;
     return w;
 }
@@ -185,7 +187,7 @@ static ql_status do_move(ql_rank *r, const ql_action *a, int flight)
     const ql_dev_table *dev = dev_of(r);
     ql_tensor h = ql_rows(ql_mem_h(r->mem, flight, a->layer), 0, r->micro[flight].rows);
     int64_t per = r->spec->rows * h.ld * (int64_t)ql_dtype_size(h.dtype), at = 0, all = 0;
-    for (int64_t l = 0; l < r->spec->choice.layers; l++) {
+    for (int64_t l = r->mem->lo; l < r->mem->hi; l++) {
         if (l == a->layer) at = all;
         all += r->spec->choice.save[l] ? per : 0;
     }
@@ -219,7 +221,7 @@ static ql_status do_recompute(ql_rank *r, const ql_action *a, int flight)
 static ql_status do_backward(ql_rank *r, const ql_action *a, int flight)
 {
     ql_layer l;
-    ql_work w = work_of(r, flight);
+    ql_work w = work_of(r, flight, a->mb);
     QL_TRY(ql_exec_layer(r, &r->micro[flight], a->layer, a->slot, &l));
     l.work = &w;
     QL_TRY(input_here(r, a->layer));
@@ -253,7 +255,7 @@ static void rows_of_all(const ql_rank *r, const ql_plan *p, const ql_step_data *
     for (int i = 0; i < c->world && i < QL_PIECES; i++) {
         int mb = ql_plan_first(c, i) + k;
         int64_t t, targets, at = (d->first + mb) * d->batch;
-        if (mb >= ql_min64(ql_plan_first(c, i + 1), p->g)) continue;
+        if (mb >= ql_min64(ql_plan_end(c, i), p->g)) continue;
         ql_batch_measure(d->data, d->order + at, ql_min64(d->batch, d->n - at), r->spec->round, &t, &targets);
         out->rows[i] = ql_max64(r->spec->round, ql_round_up(targets, r->spec->round));
     }
@@ -265,12 +267,57 @@ static ql_status do_head(ql_rank *r, const ql_action *a, const ql_plan *p, const
     ql_micro *mb = a->mb < 0 ? NULL : &r->micro[flight];
     ql_head_want want = r->spec->choice.train && d->step > 0 ? QL_HEAD_GRAD : QL_HEAD_LOSS;
     ql_tensor h = mb ? ql_rows(ql_mem_h(m, flight, r->spec->choice.layers), 0, mb->rows) : QL_NONE;
-    ql_tensor dh = mb && want == QL_HEAD_GRAD ? ql_rows(m->dh[flight], 0, mb->rows) : QL_NONE;
+    ql_tensor dh = mb && want == QL_HEAD_GRAD ? ql_rows(ql_mem_dh(m, flight, a->mb), 0, mb->rows) : QL_NONE;
     ql_tensor loss = mb ? ql_vec(m->losses + a->mb, QL_F32, 1) : QL_NONE;
     ql_head_peers peers;
     if (m->head.world == 1) return ql_head_loss(&m->head, &m->shape, &r->q, NULL, want, mb, h, dh, loss, m->ctl);
     rows_of_all(r, p, d, r->heads++, &peers);
     return ql_head_loss(&m->head, &m->shape, &r->q, &peers, want, mb, h, dh, loss, m->ctl);
+}
+
+/* ---- between stages --------------------------------------------------------------------------- */
+
+/* h of the boundary; or the gradient, with the room for adapter columns behind its rows: one run of memory. What is asked for before its
+ * batch is here has the rows that the data give it. */
+static ql_tensor message(const ql_rank *r, const ql_action *a, const ql_step_data *d)
+{
+    int h = a->what == QL_DO_SEND_H || a->what == QL_DO_RECV_H, flight = a->mb % r->mem->flights;
+    int64_t at = (d->first + a->mb) * d->batch, rows, targets;
+    ql_tensor t = h ? ql_mem_h(r->mem, flight, a->layer) : ql_mem_dh(r->mem, flight, a->mb);
+    ql_batch_measure(d->data, d->order + at, ql_min64(d->batch, d->n - at), r->spec->round, &rows, &targets);
+    return ql_vec(t.data, t.dtype, rows * t.ld);
+}
+
+static int group_end(const ql_plan *p, int i)
+{
+    while (i < p->count && ql_plan_link(&p->a[i])) i++;
+    return i;
+}
+
+/* The group that begins with action i, on a stream of its own: behind what has been computed, beside what comes. */
+static ql_status do_links(ql_rank *r, const ql_plan *p, int i, const ql_step_data *d)
+{
+    const ql_dev_table *dev = dev_of(r);
+    const ql_comm_table *comm = r->set.be->comm;
+    int end = group_end(p, i);
+    QL_TRY(dev->record(r->compute, r->ready));
+    QL_TRY(dev->wait(r->link, r->ready));
+    QL_TRY(comm->group_begin(r->comm));
+    for (; i < end; i++) {
+        const ql_action *a = &p->a[i];
+        int up = a->what == QL_DO_SEND_H || a->what == QL_DO_RECV_DH, send = a->what == QL_DO_SEND_H || a->what == QL_DO_SEND_DH;
+        int peer = r->set.rank + (up ? 1 : -1);
+        ql_tensor x = message(r, a, d);
+        QL_TRY(send ? comm->send(r->comm, r->link, x, peer) : comm->recv(r->comm, r->link, x, peer));
+    }
+    QL_TRY(comm->group_end(r->comm));
+    return dev->record(r->link, r->landed);
+}
+
+static ql_status do_land(ql_rank *r)
+{
+    QL_TRY(r->set.be->comm->land(r->comm));
+    return dev_of(r)->wait(r->compute, r->landed);
 }
 
 /* ---- the step --------------------------------------------------------------------------------- */
@@ -280,11 +327,11 @@ static ql_status do_sum(ql_rank *r, const ql_action *a, int g)
     ql_mem *m = r->mem;
     uint8_t present[QL_MAX_WORLD];
     switch ((ql_do)a->what) {
-    case QL_DO_PIECE: return dev_of(r)->set(r->compute, m->grad[r->stack++], 0, m->padded * 4);
+    case QL_DO_PIECE: return dev_of(r)->set(r->compute, m->grad[r->stack++], 0, m->held * 4);
     case QL_DO_JOIN: {
-        ql_tensor to = ql_vec(m->grad[r->stack - 2], QL_F32, m->padded);
+        ql_tensor to = ql_vec(m->grad[r->stack - 2], QL_F32, m->held);
         r->stack--;
-        return ql_add(&r->q, to, to, ql_vec(m->grad[r->stack], QL_F32, m->padded));
+        return m->held ? ql_add(&r->q, to, to, ql_vec(m->grad[r->stack], QL_F32, m->held)) : QL_OK;
     }
     case QL_DO_REDUCE:
         for (int i = 0; i < r->set.world; i++) present[i] = ql_plan_first(&r->spec->choice, i) < g;
@@ -307,6 +354,11 @@ static ql_status run_action(ql_rank *r, const ql_action *a, const ql_plan *p, co
     case QL_DO_B: return do_backward(r, a, flight);
     case QL_DO_SAVE:
     case QL_DO_LOAD: return do_move(r, a, flight);
+    case QL_DO_SEND_H:
+    case QL_DO_RECV_H:
+    case QL_DO_SEND_DH:
+    case QL_DO_RECV_DH: return do_links(r, p, (int)(a - p->a), d);
+    case QL_DO_LAND: return do_land(r);
     default: return do_sum(r, a, p->g);
     }
 }
@@ -314,11 +366,48 @@ static ql_status run_action(ql_rank *r, const ql_action *a, const ql_plan *p, co
 /* A stop is seen between actions, by each rank at another moment; one that left at once could leave its peers in a collective for ever.
  * So each rank counts the collectives that it has entered, where all can see it. A rank that wants to stop goes on as long as another has
  * entered more, and leaves when all stand at the same number and want to: a rank counts before it may wait, so whoever is waiting is
- * ahead of those it waits for, and they come. */
+ * ahead of those it waits for, and they come.
+ * Between the stages of a pipeline it is the same for each kind of message: a stage goes on as long as a neighbour has begun more of
+ * theirs. What a stage must do for that may put it ahead of another neighbour, which then follows; all stand still when every message
+ * that one side has begun, the other has too. */
 void ql_exec_enter(ql_rank *r)
 {
     ql_rank_state *me = &r->set.shared->rank[r->set.rank];
     __atomic_store_n(&me->entered, me->entered + 1, __ATOMIC_SEQ_CST);
+}
+
+/* Before the group of actions [i, end). */
+static void enter_links(ql_rank *r, const ql_plan *p, int i, int end)
+{
+    ql_rank_state *me = &r->set.shared->rank[r->set.rank];
+    for (; i < end; i++) {
+        int64_t *n = &me->messages[p->a[i].what - QL_DO_SEND_H];
+        __atomic_store_n(n, *n + 1, __ATOMIC_SEQ_CST);
+    }
+}
+
+/* Messages that rank a has begun beyond those of rank a + 1: above 0 in one direction, below in the other; both 0 when they stand alike. */
+static void links_between(const ql_shared *sh, int a, int64_t ahead[2])
+{
+    const int64_t *x = sh->rank[a].messages, *y = sh->rank[a + 1].messages;
+    enum { SEND_H, RECV_H, SEND_DH, RECV_DH };
+    ahead[0] = __atomic_load_n(&x[SEND_H], __ATOMIC_SEQ_CST) - __atomic_load_n(&y[RECV_H], __ATOMIC_SEQ_CST);
+    ahead[1] = __atomic_load_n(&x[RECV_DH], __ATOMIC_SEQ_CST) - __atomic_load_n(&y[SEND_DH], __ATOMIC_SEQ_CST);
+}
+
+/* Must this rank go on for a neighbour's sake? *alike: no message of any rank waits for its other side. */
+static int links_wanted(const ql_rank *r, int *alike)
+{
+    int wanted = 0;
+    *alike = 1;
+    for (int a = 0; a + 1 < r->set.world; a++) {
+        int64_t ahead[2];
+        links_between(r->set.shared, a, ahead);
+        *alike &= ahead[0] == 0 && ahead[1] == 0;
+        if (a + 1 == r->set.rank) wanted |= ahead[0] > 0 || ahead[1] > 0;
+        if (a == r->set.rank) wanted |= ahead[0] < 0 || ahead[1] < 0;
+    }
+    return wanted;
 }
 
 ql_status ql_exec_stop_point(ql_rank *r)
@@ -329,7 +418,11 @@ ql_status ql_exec_stop_point(ql_rank *r)
     if (!ql_flag(&sh->stop)) return QL_OK;
     __atomic_store_n(&me->at_stop, 1, __ATOMIC_SEQ_CST);
     for (;;) {
-        int together = 1;
+        int together;
+        if (links_wanted(r, &together)) {
+            __atomic_store_n(&me->at_stop, 0, __ATOMIC_SEQ_CST);
+            return QL_OK;
+        }
         for (int k = 0; k < r->set.world; k++) {
             int waits = __atomic_load_n(&sh->rank[k].at_stop, __ATOMIC_SEQ_CST);
             int64_t entered = __atomic_load_n(&sh->rank[k].entered, __ATOMIC_SEQ_CST);
@@ -368,12 +461,15 @@ static ql_status run_plan(ql_rank *r, const ql_plan *p, const ql_step_data *d)
         /* From STEP on nothing is dropped any more. */
         if (a->what != QL_DO_STEP && (st = ql_exec_stop_point(r)) != QL_OK) break;
         if (ql_plan_meets(&r->spec->choice, a)) ql_exec_enter(r);
+        if (ql_plan_link(a)) enter_links(r, p, i, group_end(p, i));
         int flight = a->mb < 0 ? 0 : (a->mb - from) % r->mem->flights;
         QL_TRY(run_action(r, a, p, d, flight));
         QL_TRY(pace(r, a, &layers_done));
+        if (ql_plan_link(a)) i = group_end(p, i) - 1; /* they went together */
         me->beat++;
     }
     if (st != QL_OK && st != QL_ESTOP) return st;
+    if (r->link) QL_TRY(do_land(r)); /* a stop may have come before it */
     QL_TRY(dev_of(r)->sync(r->side));
     QL_TRY(dev_of(r)->sync(r->compute));
     return st;
@@ -386,15 +482,16 @@ static ql_status gather_losses(ql_rank *r, const ql_plan *p, float *losses)
     const ql_dev_table *dev = dev_of(r);
     int from = ql_plan_first(c, r->set.rank), most = 0;
     memset(losses, 0, (size_t)c->g * sizeof *losses);
+    if (ql_plan_piped(c)) return ql_rank_share(r, losses, (int64_t)p->g * 4, r->mem->losses, 0, ql_mem_has_head(r->mem) ? (int64_t)p->g * 4 : 0);
     if (r->set.world == 1) {
         QL_TRY(dev->copy(r->compute, losses, r->mem->losses, (int64_t)p->g * 4));
         return dev->sync(r->compute);
     }
-    for (int i = 0; i < r->set.world; i++) most = (int)ql_max64(most, ql_plan_first(c, i + 1) - ql_plan_first(c, i));
+    for (int i = 0; i < r->set.world; i++) most = (int)ql_max64(most, ql_plan_end(c, i) - ql_plan_first(c, i));
     /* Through the workspace: [mine | everybody's], `most` each. */
     float *mine = r->mem->op_work, *all = mine + ql_round_up(most, 64);
     float host[QL_MAX_ACCUM];
-    int own = ql_plan_first(c, r->set.rank + 1) - from;
+    int own = ql_plan_end(c, r->set.rank) - from;
     QL_TRY(dev->copy(r->compute, mine, r->mem->losses + from, (int64_t)own * 4));
     QL_TRY(r->set.be->comm->all_gather(r->comm, r->compute, ql_vec(all, QL_F32, (int64_t)most * r->set.world),
                                        ql_vec(mine, QL_F32, most)));
@@ -402,7 +499,7 @@ static ql_status gather_losses(ql_rank *r, const ql_plan *p, float *losses)
     QL_TRY(dev->copy(r->compute, host, all, (int64_t)most * r->set.world * 4));
     QL_TRY(dev->sync(r->compute));
     for (int i = 0; i < r->set.world; i++)
-        for (int k = ql_plan_first(c, i); k < ql_plan_first(c, i + 1); k++) losses[k] = host[i * most + k - ql_plan_first(c, i)];
+        for (int k = ql_plan_first(c, i); k < ql_plan_end(c, i); k++) losses[k] = host[i * most + k - ql_plan_first(c, i)];
     return QL_OK;
 }
 

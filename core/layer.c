@@ -63,8 +63,8 @@ ql_status ql_scratch_adapters(const ql_shape *s, const ql_queue *q, ql_scratch *
             if (!t) continue;
             ql_tensor a = ql_cols(ql_rows(w->w[i], g->n + g->col[m], t->r), 0, g->k);
             ql_tensor b = ql_cols(ql_rows(w->w[i], g->row[m], t->n), g->k + g->col[m], t->r);
-            QL_TRY(convert_later(q, &all, a, ql_mat(flat + t->a, QL_F32, t->r, t->k, t->k)));
-            QL_TRY(convert_later(q, &all, b, ql_mat(flat + t->b, QL_F32, t->n, t->r, t->r)));
+            QL_TRY(convert_later(q, &all, a, ql_mat(flat + t->a - s->flat_at, QL_F32, t->r, t->k, t->k)));
+            QL_TRY(convert_later(q, &all, b, ql_mat(flat + t->b - s->flat_at, QL_F32, t->n, t->r, t->r)));
         }
     }
     return ql_convert_all(q, all.out, all.in, all.n);
@@ -166,13 +166,14 @@ static ql_status project_dx(const ql_layer *l, ql_group g, ql_tensor dx, ql_tens
 static ql_status adapter_grad(const ql_layer *l, ql_group g, ql_tensor x, ql_tensor dy, ql_tensor xa, float *grad)
 {
     const ql_group_shape *gs = &l->shape->group[g];
+    int64_t from = l->shape->flat_at;
     ql_tensor in;
     if (!gs->r) return QL_OK;
     QL_TRY(adapter_input(l, g, x, &in));
     for (int m = 0; m < gs->count; m++) {
         const ql_lora_target *t = ql_lora_find(l->shape->lora, l->layer, gs->first + (ql_linear)m);
         if (!t) continue;
-        ql_tensor da = ql_mat(grad + t->a, QL_F32, t->r, t->k, t->k), db = ql_mat(grad + t->b, QL_F32, t->n, t->r, t->r);
+        ql_tensor da = ql_mat(grad + t->a - from, QL_F32, t->r, t->k, t->k), db = ql_mat(grad + t->b - from, QL_F32, t->n, t->r, t->r);
         QL_TRY(ql_matmul(l->q, da, part(dy, dy.rows, gs->n + gs->col[m], t->r), in, QL_TN, 1, da, QL_NONE));
         QL_TRY(ql_matmul(l->q, db, part(dy, dy.rows, gs->row[m], t->n), part(xa, dy.rows, gs->col[m], t->r), QL_TN, 1, db,
                          QL_NONE));

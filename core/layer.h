@@ -36,6 +36,7 @@ typedef struct {
     int64_t rows;       /* the longest micro-batch */
     int mixed_ranks;    /* ranks differ between layers: unused adapter columns are cleared for each layer */
     int64_t first;      /* lowest layer with an adapter: nothing below it has a backward */
+    int64_t flat_at;    /* element of the flat vectors at which this rank's adapters and gradients begin */
 } ql_shape;
 
 ql_status ql_shape_init(ql_shape *s, const ql_config *cfg, const ql_lora *lora, ql_dtype dtype, ql_dtype res,
@@ -104,13 +105,14 @@ typedef struct {
 } ql_scratch;
 
 ql_status ql_act_carve(const ql_shape *s, ql_arena *a, ql_keep keep, ql_act *out); /* without h */
+ql_status ql_act_carve_missing(const ql_shape *s, ql_arena *a, ql_keep keep, ql_act *out); /* what `keep` leaves out */
 ql_status ql_act_carve_h(const ql_shape *s, ql_arena *a, ql_tensor *out);
 ql_status ql_work_carve(const ql_shape *s, ql_arena *a, ql_work *out);
 ql_status ql_scratch_carve(const ql_shape *s, ql_arena *a, ql_scratch *out);
 
 /* Where the base rows of a linear go in the scratch. */
 ql_tensor ql_scratch_base(const ql_shape *s, const ql_scratch *w, ql_linear l);
-/* Writes a layer's adapters (F32, flat) beside and below the base. */
+/* Writes a layer's adapters (F32, flat from flat_at on) beside and below the base. */
 ql_status ql_scratch_adapters(const ql_shape *s, const ql_queue *q, ql_scratch *w, int64_t layer, float *flat);
 
 typedef struct {
@@ -131,7 +133,7 @@ ql_status ql_layer_forward(const ql_layer *l, ql_act *act, ql_tensor out);
  * done again. */
 ql_status ql_layer_recompute(const ql_layer *l, ql_act *act, ql_keep have);
 /* work->dh: gradient of the block's output → gradient of its input (not for the lowest adapted layer); adapter gradients are
- * added to `grad` (flat, F32). Uses up act->gu. */
+ * added to `grad` (F32, flat from flat_at on). Uses up act->gu. */
 ql_status ql_layer_backward(const ql_layer *l, ql_act *act, float *grad);
 
 #endif

@@ -21,7 +21,7 @@ static int parts_of(const ql_mem *m, int64_t l)
 static ql_status state_runs(ql_mem *m)
 {
     const ql_lora *lora = m->spec->lora;
-    int64_t lo = m->shard * m->rank, hi = lo + m->shard;
+    int64_t lo = m->mine, hi = lo + m->shard;
     if (!lora) return QL_OK;
     m->runs = calloc((size_t)(2 * lora->count + 1), sizeof *m->runs);
     if (!m->runs) QL_FAIL(QL_ENOMEM, "optimizer: no memory for %lld tensors", (long long)lora->count);
@@ -54,15 +54,42 @@ static ql_status tables(ql_mem *m)
     m->act = calloc(n * f, sizeof *m->act);
     m->h = calloc((n + 1) * f, sizeof *m->h);
     m->dh = calloc(f, sizeof *m->dh);
+    m->ahead = calloc(n, sizeof *m->ahead);
     m->stage = calloc(f, sizeof *m->stage);
-    if (!m->blob || !m->tables || !m->base || !m->own || !m->small || !m->act || !m->h || !m->dh || !m->stage)
+    if (!m->blob || !m->tables || !m->base || !m->own || !m->small || !m->act || !m->h || !m->dh || !m->ahead || !m->stage)
         QL_FAIL(QL_ENOMEM, "no memory for the tables of %lld layers", (long long)n);
     for (int64_t l = 0; l < (int64_t)n; l++) {
         QL_TRY(ql_blob_init(&m->blob[l], &s->model->block[l], &s->quant, s->model->cfg.dtype, parts_of(m, l)));
-        if (s->choice.store[l] == QL_STORE_SHARDED || s->choice.store[l] == QL_STORE_HOST)
+        if (l >= m->lo && l < m->hi && (s->choice.store[l] == QL_STORE_SHARDED || s->choice.store[l] == QL_STORE_HOST))
             m->slot_bytes = ql_max64(m->slot_bytes, m->blob[l].part_bytes * m->blob[l].parts);
     }
     return QL_OK;
+}
+
+/* Where the adapters of a layer and those above it begin in the flat vector. */
+static int64_t adapters_from(const ql_mem *m, int layer)
+{
+    const ql_lora *lora = m->spec->lora;
+    for (int64_t i = 0; lora && i < lora->count; i++)
+        if (lora->target[i].layer >= layer) return lora->target[i].a;
+    return m->n;
+}
+
+/* Equal shards; in a pipeline each stage has what its layers have. */
+static void divide_adapters(ql_mem *m)
+{
+    const ql_choice *c = &m->spec->choice;
+    m->n = m->spec->lora ? m->spec->lora->elements : 0;
+    m->shard = ql_ceil_div(m->n / QL_OPT_BLOCK, c->world) * QL_OPT_BLOCK;
+    m->padded = m->held = m->shard * c->world;
+    m->mine = m->rank * m->shard;
+    if (ql_plan_piped(c)) {
+        m->mine = m->held_at = adapters_from(m, m->lo);
+        m->shard = m->held = adapters_from(m, m->hi) - m->mine;
+        m->padded = m->n;
+    }
+    m->window = ql_min64(STATE_WINDOW, m->shard);
+    m->shape.flat_at = m->held_at;
 }
 
 ql_status ql_mem_open(const ql_spec *spec, int rank, ql_mem **out)
@@ -73,13 +100,11 @@ ql_status ql_mem_open(const ql_spec *spec, int rank, ql_mem **out)
     if (!m) QL_FAIL(QL_ENOMEM, "no memory for a rank's tables");
     m->spec = spec;
     m->rank = rank;
-    m->flights = ql_plan_flights(c);
+    m->flights = ql_plan_flights(c, rank);
+    ql_plan_stage(c, rank, &m->lo, &m->hi);
     m->grads = c->train ? ql_plan_grad_buffers(c) : 0;
     QL_GO(ql_shape_init(&m->shape, &spec->model->cfg, spec->lora, spec->dtype, spec->res, spec->dropout, spec->seed, spec->rows));
-    m->n = spec->lora ? spec->lora->elements : 0;
-    m->shard = ql_ceil_div(m->n / QL_OPT_BLOCK, c->world) * QL_OPT_BLOCK;
-    m->padded = m->shard * c->world;
-    m->window = ql_min64(STATE_WINDOW, m->shard);
+    divide_adapters(m);
     if (m->grads > (int)(sizeof m->grad / sizeof *m->grad)) {
         st = ql_fail(QL_ENOSUP, "%d gradient buffers: exact_worlds %d is too large", m->grads, c->pieces);
         goto out;
@@ -106,6 +131,7 @@ void ql_mem_close(ql_mem *m)
     free(m->act);
     free(m->h);
     free(m->dh);
+    free(m->ahead);
     free(m->stage);
     free(m->runs);
     free(m);
@@ -136,7 +162,7 @@ static ql_status carve_frozen(ql_mem *m, ql_arena *a)
 {
     const ql_spec *s = m->spec;
     const ql_config *c = &s->model->cfg;
-    for (int64_t l = 0; l < layers(m); l++) {
+    for (int64_t l = m->lo; l < m->hi; l++) {
         const ql_blob *b = &m->blob[l];
         QL_TRY(ql_tables_carve(b, a, &m->tables[l]));
         QL_TRY(carve_small(m, a, l));
@@ -161,13 +187,13 @@ static ql_status carve_frozen(ql_mem *m, ql_arena *a)
     ql_tensor largest = m->scratch.w[QL_G_GU];
     int64_t need = 0;
     m->temp = largest.data, m->temp_bytes = largest.rows * largest.ld * (int64_t)ql_dtype_size(s->dtype);
-    for (int64_t l = 0; l < layers(m); l++) need = ql_max64(need, ql_store_temp_bytes(&m->blob[l]));
+    for (int64_t l = m->lo; l < m->hi; l++) need = ql_max64(need, ql_store_temp_bytes(&m->blob[l]));
     if (need > m->temp_bytes) {
         QL_TRY(ql_arena_take(a, QL_CAT_SCRATCH, need, &m->temp));
         m->temp_bytes = need;
     }
     QL_TRY(ql_arena_mat(a, QL_CAT_HEAD, QL_F32, 1, c->head_dim / 2, c->head_dim / 2, &m->freq));
-    return ql_head_carve(&m->head, &m->shape, a);
+    return ql_mem_has_head(m) ? ql_head_carve(&m->head, &m->shape, a) : QL_OK;
 }
 
 static ql_status take_f32(ql_arena *a, ql_cat cat, int64_t n, float **out)
@@ -202,15 +228,15 @@ static ql_status carve_training(ql_mem *m, ql_arena *a)
 {
     const ql_spec *s = m->spec;
     void *p = NULL;
-    QL_TRY(take_f32(a, QL_CAT_ADAPTER, m->padded, &m->adapters));
+    QL_TRY(take_f32(a, QL_CAT_ADAPTER, m->held, &m->adapters));
     QL_TRY(take_f32(a, QL_CAT_WORK, s->choice.g, &m->losses));
     QL_TRY(ql_arena_take(a, QL_CAT_WORK, (int64_t)sizeof(ql_ctl), &p));
     m->ctl = p;
     QL_TRY(ql_arena_take(a, QL_CAT_WORK, 256, &p));
     m->flag = p;
     if (!s->choice.train) return QL_OK;
-    for (int i = 0; i < m->grads; i++) QL_TRY(take_f32(a, QL_CAT_GRAD, m->padded, &m->grad[i]));
-    if (s->choice.world > 1) QL_TRY(take_f32(a, QL_CAT_GRAD, m->padded, &m->exchange));
+    for (int i = 0; i < m->grads; i++) QL_TRY(take_f32(a, QL_CAT_GRAD, m->held, &m->grad[i]));
+    if (s->choice.world > 1 && !ql_plan_piped(&s->choice)) QL_TRY(take_f32(a, QL_CAT_GRAD, m->padded, &m->exchange));
     QL_TRY(take_f32(a, QL_CAT_OPTIM, m->padded / QL_OPT_BLOCK, &m->parts));
     QL_TRY(take_f32(a, QL_CAT_OPTIM, s->steps, &m->lr));
     return carve_states(m, a);
@@ -252,21 +278,24 @@ static ql_status carve_acts(ql_mem *m, ql_arena *a)
     for (int f = 0; f < m->flights; f++) {
         QL_TRY(carve_stage(m, a, &m->stage[f]));
         ql_tensor *h = &m->h[f * (n + 1)];
-        for (int64_t l = 0; l <= n; l++) {
+        for (int64_t l = m->lo; l <= m->hi; l++) {
             /* Layers whose input need not survive alternate between two buffers: all in eval, those below the lowest
              * adapter, and those whose input rests on the host. */
-            int lasting = c->train && l >= s->first && !(l < n && c->save[l]);
+            int lasting = c->train && l >= s->first && !(l < m->hi && c->save[l]);
             int64_t twin = l - 2;
-            if (lasting || twin < 0 || (c->train && twin >= s->first && !c->save[twin]))
+            if (lasting || twin < m->lo || (c->train && twin >= s->first && !c->save[twin]))
                 QL_TRY(ql_act_carve_h(s, a, &h[l]));
             else
                 h[l] = h[twin];
         }
         m->dh[f] = m->work.dh;
-        if (f > 0) QL_TRY(ql_arena_mat(a, QL_CAT_ACT, s->res, s->rows, s->cfg->hidden, m->work.dh.ld, &m->dh[f]));
-        for (int64_t l = s->first; c->train && l < n; l++)
+        if (f == 1 || (f > 1 && !ql_plan_piped(c)))
+            QL_TRY(ql_arena_mat(a, QL_CAT_ACT, s->res, s->rows, s->cfg->hidden, m->work.dh.ld, &m->dh[f]));
+        for (int64_t l = ql_max64(s->first, m->lo); c->train && l < m->hi; l++)
             QL_TRY(ql_act_carve(s, a, (ql_keep)c->keep[l], &m->act[f * n + l]));
     }
+    for (int64_t l = m->lo; l < m->hi; l++)
+        if (ql_plan_ahead(c, m->rank, (int)l)) QL_TRY(ql_act_carve_missing(s, a, (ql_keep)c->keep[l], &m->ahead[l]));
     return QL_OK;
 }
 
@@ -308,10 +337,28 @@ int64_t ql_mem_host_rank(const ql_mem *m)
 {
     const ql_spec *s = m->spec;
     int64_t bytes = 0, h = s->rows * s->model->cfg.hidden * (int64_t)ql_dtype_size(s->res);
-    for (int64_t l = 0; l < layers(m); l++)
+    for (int64_t l = m->lo; l < m->hi; l++)
         if (s->choice.train && s->choice.save[l]) bytes += m->flights * h;
     if (s->choice.train && s->state_host) bytes += s->state == QL_ADAM_F32 ? 8 * m->shard : 2 * m->shard + m->shard / 32;
     return bytes;
+}
+
+ql_status ql_mem_bytes(const ql_spec *spec, int64_t *device, int64_t *host)
+{
+    /* Without a pipeline rank 0 is as full as any: shards are equal, and its state runs cover whole blocks like the others'. */
+    int world = spec->choice.world, ranks = ql_plan_piped(&spec->choice) ? world : 1;
+    *device = *host = 0;
+    for (int r = 0; r < ranks; r++) {
+        ql_mem *m = NULL;
+        ql_arena a = {0};
+        QL_TRY(ql_mem_open(spec, r, &m));
+        ql_status st = ql_mem_carve(m, &a);
+        *device = ql_max64(*device, a.used);
+        *host += world / ranks * ql_mem_host_rank(m) + (r == 0 ? ql_mem_host_base(m) : 0);
+        ql_mem_close(m);
+        QL_TRY(st);
+    }
+    return QL_OK;
 }
 
 ql_act *ql_mem_act(ql_mem *m, int flight, int64_t layer)
@@ -322,4 +369,20 @@ ql_act *ql_mem_act(ql_mem *m, int flight, int64_t layer)
 ql_tensor ql_mem_h(const ql_mem *m, int flight, int64_t layer)
 {
     return m->h[flight * (layers(m) + 1) + layer];
+}
+
+ql_tensor ql_mem_dh(const ql_mem *m, int flight, int mb)
+{
+    if (ql_plan_piped(&m->spec->choice)) return m->dh[mb % (int)ql_min64(2, m->flights)];
+    return m->dh[flight];
+}
+
+int ql_mem_has_head(const ql_mem *m)
+{
+    return !ql_plan_piped(&m->spec->choice) || m->rank == m->spec->choice.world - 1;
+}
+
+int ql_mem_has_embedding(const ql_mem *m)
+{
+    return !ql_plan_piped(&m->spec->choice) || m->rank == 0;
 }

@@ -44,6 +44,7 @@ typedef struct {
 typedef struct {
     const ql_spec *spec;
     int rank;
+    int lo, hi;                /* this rank's layers: tables below have all, memory these */
     ql_shape shape;
     /* frozen */
     ql_blob *blob;             /* (L) */
@@ -58,8 +59,9 @@ typedef struct {
     void *temp;                /* for quantising on load: the scratch, or memory beside it where that is too small */
     int64_t temp_bytes;
     ql_head head;
-    /* adapters: n elements, padded to shard · world; a shard is whole 4096 blocks */
-    int64_t n, shard, padded;
+    /* Adapters: n elements, `padded` to whole shards. This rank's optimizer has [mine, mine + shard), whole 4096 blocks; its adapters and
+     * gradients are [held_at, held_at + held): all of them, in a pipeline the stage's own, which are its shard too. */
+    int64_t n, shard, padded, mine, held_at, held;
     float *adapters, *grad[8], *exchange;
     int grads;
     ql_state_run *runs;
@@ -74,8 +76,9 @@ typedef struct {
     int flights;
     ql_act *act;               /* kept activations of (flight, layer) */
     ql_act shared;             /* of the layer at work, where not kept */
+    ql_act *ahead;             /* (L) recomputed before the gradient arrives: of one micro-batch; nothing in other layers */
     ql_tensor *h;              /* (flight, layer + 1) */
-    ql_tensor *dh;             /* (flight) */
+    ql_tensor *dh;             /* (flight); in a pipeline two, by turns */
     ql_work work;
     void *op_work;             /* QL_WORK_BYTES */
     ql_stage *stage;           /* (flight) */
@@ -85,6 +88,9 @@ typedef struct {
 /* Host-side tables, without device memory: blobs, state runs, sizes. */
 ql_status ql_mem_open(const ql_spec *spec, int rank, ql_mem **out);
 void ql_mem_close(ql_mem *m);
+/* Ends of a pipeline. */
+int ql_mem_has_head(const ql_mem *m);
+int ql_mem_has_embedding(const ql_mem *m);
 /* Takes everything from the arena (counting or real). */
 ql_status ql_mem_carve(ql_mem *m, ql_arena *a);
 /* Bytes of this rank, by category. */
@@ -94,8 +100,12 @@ int64_t ql_mem_host_base(const ql_mem *m);
 int64_t ql_mem_host_rank(const ql_mem *m);
 /* Where a host-resident layer begins in the shared block. */
 int64_t ql_mem_host_at(const ql_mem *m, int64_t layer);
+/* Bytes of the fullest rank's device, and of the host for all ranks. */
+ql_status ql_mem_bytes(const ql_spec *spec, int64_t *device, int64_t *host);
 
 ql_act *ql_mem_act(ql_mem *m, int flight, int64_t layer);
 ql_tensor ql_mem_h(const ql_mem *m, int flight, int64_t layer);
+/* The gradient of micro-batch mb's residual stream. */
+ql_tensor ql_mem_dh(const ql_mem *m, int flight, int mb);
 
 #endif

@@ -43,7 +43,7 @@ ql_status ql_optim_reduce(ql_rank *r, const uint8_t *present)
 static ql_status adam_run(ql_rank *r, int64_t at, int64_t n, ql_state_kind kind, int64_t state, int64_t state8)
 {
     ql_mem *m = r->mem;
-    ql_tensor p = f32(m->adapters + at, n), g = f32(m->grad[0] + at, n);
+    ql_tensor p = f32(m->adapters + at - m->held_at, n), g = f32(m->grad[0] + at - m->held_at, n);
     if (kind == QL_ADAM_F32)
         return ql_adamw(&r->q, p, f32(m->m + state, n), f32(m->v + state, n), g, m->ctl, &r->optim.adam);
     return ql_adamw8(&r->q, p, ql_vec(m->m8 + state8, QL_U8, n), ql_vec(m->v8 + state8, QL_U8, n), f32(m->m2 + state8 / 256, n / 256),
@@ -89,7 +89,7 @@ static ql_status stream_window(ql_rank *r, int64_t from, int64_t n, int to_devic
 static ql_status adam_offloaded(ql_rank *r)
 {
     ql_mem *m = r->mem;
-    int64_t base = r->set.rank * m->shard;
+    int64_t base = m->mine;
     for (int64_t from = 0; from < m->shard; from += m->window) {
         int64_t end = ql_min64(m->shard, from + m->window);
         QL_TRY(stream_window(r, from, end - from, 1));
@@ -108,7 +108,7 @@ static ql_status adam_offloaded(ql_rank *r)
 static ql_status adam_resident(ql_rank *r)
 {
     ql_mem *m = r->mem;
-    int64_t base = r->set.rank * m->shard;
+    int64_t base = m->mine;
     for (int i = 0; i < m->run_count; i++) {
         const ql_state_run *run = &m->runs[i];
         int small = r->spec->state == QL_ADAM_8BIT && run->kind == QL_ADAM_F32;
@@ -120,16 +120,21 @@ static ql_status adam_resident(ql_rank *r)
 ql_status ql_optim_step(ql_rank *r)
 {
     ql_mem *m = r->mem;
-    int64_t blocks = m->shard / QL_OPT_BLOCK, at = r->set.rank * blocks;
+    int64_t blocks = m->shard / QL_OPT_BLOCK, at = m->mine / QL_OPT_BLOCK, all = m->padded / QL_OPT_BLOCK;
+    int piped = ql_plan_piped(&r->spec->choice);
     const ql_comm_table *comm = r->set.be->comm;
-    QL_TRY(ql_norm_parts(&r->q, f32(m->parts + at, blocks), f32(m->grad[0] + r->set.rank * m->shard, m->shard)));
-    if (r->set.world > 1)
-        QL_TRY(comm->all_gather(r->comm, r->compute, f32(m->parts, blocks * r->set.world), f32(m->parts + at, blocks)));
+    if (piped) QL_TRY(r->set.be->dev->set(r->compute, m->parts, 0, all * 4));
+    if (blocks) QL_TRY(ql_norm_parts(&r->q, f32(m->parts + at, blocks), f32(m->grad[0] + m->mine - m->held_at, m->shard)));
+    /* Stages have unequal parts: everybody's bits and zeros, added as integers. */
+    if (piped)
+        QL_TRY(comm->all_sum(r->comm, r->compute, ql_vec(m->parts, QL_I32, all)));
+    else if (r->set.world > 1)
+        QL_TRY(comm->all_gather(r->comm, r->compute, f32(m->parts, all), f32(m->parts + at, blocks)));
     /* The tree over all real blocks, on every rank alike: one norm, one decision to skip. */
     QL_TRY(ql_clip_step(&r->q, m->ctl, f32(m->parts, m->n / QL_OPT_BLOCK), &r->optim.clip));
     QL_TRY(r->spec->state_host ? adam_offloaded(r) : adam_resident(r));
-    if (r->set.world == 1) return QL_OK;
-    return comm->all_gather(r->comm, r->compute, f32(m->adapters, m->padded), f32(m->adapters + r->set.rank * m->shard, m->shard));
+    if (r->set.world == 1 || piped) return QL_OK;
+    return comm->all_gather(r->comm, r->compute, f32(m->adapters, m->padded), f32(m->adapters + m->mine, m->shard));
 }
 
 /* ---- states ----------------------------------------------------------------------------------- */

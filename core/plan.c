@@ -14,13 +14,30 @@ int ql_plan_pieces(int g, int exact_worlds)
     return a;
 }
 
+int ql_plan_piped(const ql_choice *c)
+{
+    return c->world > 1 && (c->schedule == QL_PIPE || c->schedule == QL_PIPE_AHEAD);
+}
+
+void ql_plan_stage(const ql_choice *c, int rank, int *lo, int *hi)
+{
+    *lo = ql_plan_piped(c) ? c->cut[rank] : 0;
+    *hi = ql_plan_piped(c) ? c->cut[rank + 1] : c->layers;
+}
+
 int ql_plan_first(const ql_choice *c, int rank)
 {
-    return (int)((int64_t)c->g * rank / c->world);
+    return ql_plan_piped(c) ? 0 : (int)((int64_t)c->g * rank / c->world);
+}
+
+int ql_plan_end(const ql_choice *c, int rank)
+{
+    return ql_plan_piped(c) ? c->g : (int)((int64_t)c->g * (rank + 1) / c->world);
 }
 
 static int pieces_per_rank(const ql_choice *c)
 {
+    if (ql_plan_piped(c)) return c->pieces;
     return c->pieces % c->world ? 1 : c->pieces / c->world;
 }
 
@@ -38,15 +55,35 @@ static int moves(const ql_choice *c, int layer)
 
 int ql_plan_head_world(const ql_choice *c)
 {
-    if (c->world == 1 || 8 % c->world) return 1;
+    if (c->world == 1 || 8 % c->world || ql_plan_piped(c)) return 1;
     for (int l = 0; l < c->layers; l++)
         if (moves(c, l)) return c->world;
     return 1;
 }
 
-int ql_plan_flights(const ql_choice *c)
+int ql_plan_flights(const ql_choice *c, int rank)
 {
+    if (ql_plan_piped(c)) return (int)ql_min64(c->g, c->world - rank); /* 1F1B: a stage is at most so far ahead of its own backward */
     return c->schedule == QL_BREADTH ? (c->g + c->world - 1) / c->world : 1;
+}
+
+int ql_plan_ahead(const ql_choice *c, int rank, int layer)
+{
+    if (c->schedule != QL_PIPE_AHEAD || !ql_plan_piped(c) || !c->train) return 0;
+    /* The last stage waits for no gradient. An input that rests on the host is fetched once, for recompute and gradient together. */
+    return rank < c->world - 1 && layer >= c->cut[rank] && layer < c->cut[rank + 1] && layer >= c->first &&
+           c->keep[layer] != QL_KEEP_ALL && !c->save[layer];
+}
+
+int ql_plan_link(const ql_action *a)
+{
+    return a->what >= QL_DO_SEND_H && a->what <= QL_DO_RECV_DH;
+}
+
+const char *ql_schedule_name(ql_schedule s)
+{
+    static const char *const names[QL_SCHEDULES] = {"loop", "breadth", "1f1b", "recompute_ahead"};
+    return (unsigned)s < QL_SCHEDULES ? names[s] : "?";
 }
 
 void ql_plan_free(ql_plan *p)
@@ -158,7 +195,7 @@ static void piece_begin(builder *b)
 /* Is mb the first of a piece? Where the world does not divide the pieces, each rank's range is one. */
 static int begins_piece(const ql_choice *c, int rank, int mb)
 {
-    if (c->pieces % c->world) return mb == ql_plan_first(c, rank);
+    if (!ql_plan_piped(c) && c->pieces % c->world) return mb == ql_plan_first(c, rank);
     return mb % (c->g / c->pieces) == 0;
 }
 
@@ -171,7 +208,7 @@ static int shares(const ql_choice *c)
 
 static int last(const ql_choice *c, int rank, int g)
 {
-    return (int)ql_min64(ql_plan_first(c, rank + 1), g);
+    return (int)ql_min64(ql_plan_end(c, rank), g);
 }
 
 /* End of the micro-batches from lo that share a pass over the layers: one in a loop; in breadth those of one piece. */
@@ -236,6 +273,122 @@ static void build(builder *b, int rank, int g)
     }
 }
 
+/* ---- a pipeline -------------------------------------------------------------------------------- */
+
+typedef struct {
+    builder *b;
+    int rank, lo, hi;
+    int posted;            /* a group is under way */
+    int forward, backward; /* micro-batches so far */
+} stage;
+
+static int learns(const stage *s) { return s->b->c->train && s->b->c->first < s->hi; } /* it, or a stage below, has a backward */
+static int last_stage(const stage *s) { return s->rank == s->b->c->world - 1; }
+static int receives(const stage *s, int back) { return back ? !last_stage(s) : s->rank > 0; }
+
+static void post(stage *s, ql_do what, int mb, int layer)
+{
+    add(s->b, what, mb, layer, -1);
+    s->posted = 1;
+}
+
+static void land(stage *s)
+{
+    if (s->posted) add(s->b, QL_DO_LAND, -1, -1, -1);
+    s->posted = 0;
+}
+
+/* A unit is a stage's forward or backward of one micro-batch. Its input was posted behind the unit before. */
+static void forward_unit(stage *s)
+{
+    const ql_choice *c = s->b->c;
+    int mb = s->forward++;
+    add(s->b, QL_DO_BATCH, mb, -1, -1);
+    if (receives(s, 0)) land(s);
+    for (int l = s->lo; l < s->hi; l++) {
+        add(s->b, QL_DO_F, mb, l, -1);
+        if (c->train && c->save[l] && l >= c->first) add(s->b, QL_DO_SAVE, mb, l, -1);
+    }
+    if (last_stage(s)) {
+        add(s->b, QL_DO_HEAD, mb, -1, -1);
+        return;
+    }
+    land(s); /* one group at a time is under way */
+    post(s, QL_DO_SEND_H, mb, s->hi);
+}
+
+static void backward_unit(stage *s)
+{
+    const ql_choice *c = s->b->c;
+    int mb = s->backward++, low = (int)ql_max64(s->lo, c->first);
+    if (begins_piece(c, s->rank, mb)) {
+        if (mb > 0) piece_done(s->b);
+        piece_begin(s->b);
+    }
+    for (int l = low; l < s->hi; l++)
+        if (ql_plan_ahead(c, s->rank, l)) add(s->b, QL_DO_R, mb, l, -1);
+    if (s->hi > low) load(s->b, mb, s->hi - 1);
+    if (receives(s, 1)) land(s);
+    for (int l = s->hi - 1; l >= low; l--) {
+        if (l > low) load(s->b, mb, l - 1);
+        if (c->keep[l] != QL_KEEP_ALL && !ql_plan_ahead(c, s->rank, l)) add(s->b, QL_DO_R, mb, l, -1);
+        add(s->b, QL_DO_B, mb, l, -1);
+    }
+    if (c->first >= s->lo) return;
+    land(s);
+    post(s, QL_DO_SEND_DH, mb, s->lo);
+}
+
+/* 1F1B: as many forwards first as there are stages behind, then a forward and a backward in turn, then the backwards that are left. */
+static void units(stage *s, int g)
+{
+    const ql_choice *c = s->b->c;
+    int warm = (int)ql_min64(g, c->world - 1 - s->rank), n = learns(s) ? 2 * g : g;
+    for (int i = 0; i < n; i++) {
+        int back = learns(s) && i >= warm && ((i - warm) % 2 || s->forward == g);
+        if (receives(s, back)) {
+            int mb = back ? s->backward : s->forward;
+            /* Behind the send of the unit before, as one group with it: neighbours that send to each other do not wait in turn. */
+            post(s, back ? QL_DO_RECV_DH : QL_DO_RECV_H, mb, back ? s->hi : s->lo);
+        }
+        back ? backward_unit(s) : forward_unit(s);
+    }
+    land(s);
+}
+
+static const ql_action *computes_on(const ql_action *a)
+{
+    return a->what == QL_DO_F || a->what == QL_DO_R || a->what == QL_DO_B ? a : NULL;
+}
+
+/* The units' actions again, each layer's base fetched while the action before computes. */
+static void with_gathers(builder *b, const ql_plan *raw)
+{
+    for (int i = 0, k = 0; i < raw->count; i++) {
+        const ql_action *a = &raw->a[i];
+        if (!computes_on(a)) {
+            add(b, (ql_do)a->what, a->mb, a->layer, a->slot);
+            continue;
+        }
+        for (k = (int)ql_max64(k, i + 1); k < raw->count && !computes_on(&raw->a[k]);) k++;
+        int slot = need(b, a->layer, k < raw->count ? raw->a[k].layer : -1);
+        add(b, (ql_do)a->what, a->mb, a->layer, slot);
+        release(b, slot);
+    }
+}
+
+static void build_stage(builder *b, int rank, int g)
+{
+    ql_plan raw = {.rank = rank, .g = g}, *to = b->p;
+    stage s = {.b = b, .rank = rank};
+    ql_plan_stage(b->c, rank, &s.lo, &s.hi);
+    b->p = &raw;
+    units(&s, g);
+    b->p = to;
+    with_gathers(b, &raw);
+    ql_plan_free(&raw);
+}
+
 ql_status ql_plan_build(const ql_choice *c, int rank, int g, ql_plan *out)
 {
     ql_plan p = {.rank = rank, .g = g};
@@ -243,12 +396,15 @@ ql_status ql_plan_build(const ql_choice *c, int rank, int g, ql_plan *out)
     if (c->layers > QL_MAX_LAYERS || c->g > QL_MAX_ACCUM || c->world > QL_MAX_WORLD)
         QL_FAIL(QL_ENOSUP, "plan: %d layers, %d micro-batches, %d ranks: at most %d, %d, %d", c->layers, c->g, c->world,
                 (int)QL_MAX_LAYERS, (int)QL_MAX_ACCUM, (int)QL_MAX_WORLD);
-    build(&b, rank, g);
+    if (ql_plan_piped(c))
+        build_stage(&b, rank, g);
+    else
+        build(&b, rank, g);
     if (c->train) {
         if (b.depth) piece_done(&b);
         /* A short last group leaves nodes of unequal level: they join from the top, which is the tree without the missing leaves. */
         for (; b.depth > 1; b.depth--) add(&b, QL_DO_JOIN, -1, -1, -1);
-        add(&b, QL_DO_REDUCE, -1, -1, -1);
+        if (!ql_plan_piped(c)) add(&b, QL_DO_REDUCE, -1, -1, -1); /* a stage's gradients are whole */
         add(&b, QL_DO_STEP, -1, -1, -1);
     }
     if (b.st != QL_OK) {
@@ -261,8 +417,8 @@ ql_status ql_plan_build(const ql_choice *c, int rank, int g, ql_plan *out)
 
 const char *ql_do_name(ql_do d)
 {
-    static const char *const names[QL_DOS] = {"GATHER", "RELEASE", "BATCH", "F",    "HEAD",   "R",   "B",
-                                              "SAVE",   "LOAD",    "PIECE", "JOIN", "REDUCE", "STEP"};
+    static const char *const names[QL_DOS] = {"GATHER", "RELEASE", "BATCH", "F",    "HEAD",   "R",    "B",       "SAVE",    "LOAD",
+                                              "PIECE",  "JOIN",    "REDUCE", "STEP", "SEND_H", "RECV_H", "SEND_DH", "RECV_DH", "LAND"};
     return (unsigned)d < QL_DOS ? names[d] : "?";
 }
 

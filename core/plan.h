@@ -19,6 +19,13 @@ typedef enum {
     QL_DO_JOIN,    /* the two top gradient buffers become one */
     QL_DO_REDUCE,  /* between ranks: each gets its shard of the summed gradient */
     QL_DO_STEP,    /* norm, clip, AdamW on the shard, adapters gathered */
+    /* Between the stages of a pipeline; `layer` is the boundary. Those that stand side by side are posted as one group, which goes
+     * its way beside the compute until LAND. */
+    QL_DO_SEND_H,  /* h[layer] of mb to the next stage */
+    QL_DO_RECV_H,  /* h[layer] of mb from the stage before */
+    QL_DO_SEND_DH, /* gradient of h[layer] to the stage before */
+    QL_DO_RECV_DH, /* and from the next one */
+    QL_DO_LAND,    /* what was posted is here, or gone: compute waits for it */
     QL_DOS
 } ql_do;
 
@@ -29,7 +36,9 @@ typedef struct {
     int16_t slot;     /* gather slot; −1 none */
 } ql_action;
 
-typedef enum { QL_LOOP, QL_BREADTH, QL_SCHEDULES } ql_schedule;
+/* Pipelines: ranks are stages with layers of their own, all see every micro-batch, in the order one forward, one backward (1F1B). AHEAD: a
+ * stage recomputes for the next backward before its gradient arrives. One rank alone runs them as a loop. */
+typedef enum { QL_LOOP, QL_BREADTH, QL_PIPE, QL_PIPE_AHEAD, QL_SCHEDULES } ql_schedule;
 
 enum { QL_MAX_LAYERS = 256, QL_MAX_WORLD = 8, QL_MAX_ACCUM = 4096, QL_GATHER_SLOTS = 2 };
 
@@ -42,6 +51,7 @@ typedef struct {
     uint8_t keep[QL_MAX_LAYERS];     /* ql_keep */
     uint8_t save[QL_MAX_LAYERS];     /* 1: h[layer] rests on the host between forward and backward */
     int train;                       /* 0: forward and loss only (eval) */
+    int16_t cut[QL_MAX_WORLD + 1];   /* pipelines: rank r has layers [cut[r], cut[r + 1]) */
 } ql_choice;
 
 typedef struct {
@@ -53,14 +63,24 @@ typedef struct {
 
 /* gcd(g, exact_worlds): equal contiguous pieces of the summation tree. */
 int ql_plan_pieces(int g, int exact_worlds);
-/* First micro-batch of a rank: ranks own contiguous ranges. */
+/* Are the layers divided among the ranks? */
+int ql_plan_piped(const ql_choice *c);
+/* The layers [lo, hi) that a rank computes: all of them but in a pipeline. */
+void ql_plan_stage(const ql_choice *c, int rank, int *lo, int *hi);
+/* Micro-batches [first, end) of a rank: contiguous ranges; in a pipeline all of them. */
 int ql_plan_first(const ql_choice *c, int rank);
+int ql_plan_end(const ql_choice *c, int rank);
 /* Gradient buffers that a rank's stack needs: 1 + log2(pieces per rank), or 1. */
 int ql_plan_grad_buffers(const ql_choice *c);
 /* Ranks that share the head: all, where weights of layers move too and the head's 8 pieces divide evenly; else 1, each has it whole. */
 int ql_plan_head_world(const ql_choice *c);
 /* h, kept activations: how many micro-batches are alive at once. */
-int ql_plan_flights(const ql_choice *c);
+int ql_plan_flights(const ql_choice *c, int rank);
+/* Does the rank recompute this layer before the gradient arrives? Such layers have activations of their own for one micro-batch. */
+int ql_plan_ahead(const ql_choice *c, int rank, int layer);
+/* Is the action a send or a receive between stages? */
+int ql_plan_link(const ql_action *a);
+const char *ql_schedule_name(ql_schedule s); /* "loop", "breadth", "1f1b", "recompute_ahead" */
 
 ql_status ql_plan_build(const ql_choice *c, int rank, int g, ql_plan *out);
 void ql_plan_free(ql_plan *p);

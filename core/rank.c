@@ -31,6 +31,7 @@ static ql_status open_events(ql_rank *r)
         QL_TRY(dev->record(r->compute, r->pace[i]));
     }
     QL_TRY(dev->event_open(r->dev, &r->ready));
+    QL_TRY(dev->event_open(r->dev, &r->landed));
     QL_TRY(dev->event_open(r->dev, &r->staged));
     return dev->record(r->compute, r->staged);
 }
@@ -89,6 +90,7 @@ static ql_status take_host(ql_rank *r)
     if (rows > m->work.a.rows * m->work.a.ld * (int64_t)ql_dtype_size(m->work.a.dtype))
         QL_FAIL(QL_ENOSUP, "embedding rows of %s do not fit the layer buffers (hidden %lld, ffn %lld)", ql_dtype_name(e->dtype),
                 (long long)e->cols, (long long)r->spec->model->cfg.ffn);
+    if (!ql_mem_has_embedding(m)) rows = 0;
     for (int f = 0; f < m->flights; f++) {
         QL_TRY(dev->host_alloc(r->dev, m->stage[f].at_rows + rows, &p));
         m->stage[f].host = p;
@@ -122,6 +124,7 @@ ql_status ql_rank_open(const ql_rank_setup *set, const ql_spec *spec, ql_rank **
     QL_GO(dev->open(set->device, &r->dev));
     QL_GO(dev->stream_open(r->dev, &r->compute));
     QL_GO(dev->stream_open(r->dev, &r->side));
+    if (ql_plan_piped(&spec->choice)) QL_GO(dev->stream_open(r->dev, &r->link));
     QL_GO(open_events(r));
     QL_GO(take_memory(r));
     QL_GO(take_host(r));
@@ -153,6 +156,7 @@ void ql_rank_close(ql_rank *r)
     for (int i = 0; i < QL_AHEAD; i++)
         if (r->pace[i]) dev->event_close(r->pace[i]);
     if (r->ready) dev->event_close(r->ready);
+    if (r->landed) dev->event_close(r->landed);
     if (r->staged) dev->event_close(r->staged);
     for (int f = 0; r->mem && f < r->mem->flights; f++)
         if (r->mem->stage[f].host) dev->host_free(r->dev, r->mem->stage[f].host);
@@ -161,6 +165,7 @@ void ql_rank_close(ql_rank *r)
     if (r->arena.base) dev->free(r->dev, r->arena.base);
     if (r->compute) dev->stream_close(r->compute);
     if (r->side) dev->stream_close(r->side);
+    if (r->link) dev->stream_close(r->link);
     if (r->dev) dev->close(r->dev);
     ql_batch_free(&r->batch);
     ql_mem_close(r->mem);
@@ -277,7 +282,7 @@ static ql_status load_layer(ql_rank *r, ql_loader *ld, int64_t l)
     case QL_STORE_HOST: {
         /* Ranks take turns in filling the shared copy; all need the tables. */
         char *own = r->set.host_base + ql_mem_host_at(m, l);
-        int mine = l % r->set.world == r->set.rank;
+        int mine = ql_plan_piped(&r->spec->choice) || l % r->set.world == r->set.rank;
         return ql_store_load(ld, l, b, 0, mine ? 1 : 0, own, &m->tables[l]);
     }
     default:
@@ -286,11 +291,27 @@ static ql_status load_layer(ql_rank *r, ql_loader *ld, int64_t l)
     }
 }
 
+/* A word with each neighbour: what a connection takes, it takes now. */
+static ql_status warm_links(ql_rank *r)
+{
+    const ql_comm_table *comm = r->set.be->comm;
+    char *work = r->mem->op_work;
+    QL_TRY(comm->group_begin(r->comm));
+    for (int peer = r->set.rank - 1; peer <= r->set.rank + 1; peer += 2) {
+        if (peer < 0 || peer >= r->set.world) continue;
+        QL_TRY(comm->send(r->comm, r->link, ql_vec(work, QL_U8, 256), peer));
+        QL_TRY(comm->recv(r->comm, r->link, ql_vec(work + 256 * (1 + peer), QL_U8, 256), peer));
+    }
+    QL_TRY(comm->group_end(r->comm));
+    QL_TRY(comm->land(r->comm));
+    return dev_of(r)->sync(r->link);
+}
+
 ql_status ql_rank_load(ql_rank *r)
 {
     ql_mem *m = r->mem;
     const ql_model *model = r->spec->model;
-    int64_t n = model->cfg.layers;
+    int64_t n = m->hi - m->lo;
     float freq[128];
     ql_status st = QL_OK;
     ql_loader ld = {r->set.be, &r->q, model, &r->spec->quant, m->temp, m->temp_bytes};
@@ -298,23 +319,26 @@ ql_status ql_rank_load(ql_rank *r)
     QL_GO(dev_of(r)->copy(r->compute, m->freq.data, freq, model->cfg.head_dim / 2 * 4));
     QL_GO(dev_of(r)->sync(r->compute));
     ql_rank_at(r, QL_AT_LOADING);
-    for (int64_t l = 0; l < n; l++) {
+    for (int64_t l = m->lo; l < m->hi; l++) {
         r->set.shared->rank[r->set.rank].doing = (ql_action){.mb = -1, .layer = (int16_t)l, .slot = -1};
         QL_GO(load_small(r, l));
         QL_GO(load_layer(r, &ld, l));
         r->set.shared->rank[r->set.rank].beat++;
         if (ql_flag(&r->set.shared->abort)) QL_GO(ql_fail(QL_EPEER, "another rank failed"));
         if (ql_flag(&r->set.shared->stop)) QL_GO(QL_ESTOP);
-        if (r->set.progress) r->set.progress(r->set.ctx, "load", l + 1, n + 1);
+        if (r->set.progress) r->set.progress(r->set.ctx, "load", l - m->lo + 1, n + 1);
     }
-    QL_GO(load_vector(r, &model->norm, m->head.norm));
-    QL_GO(load_head(r));
+    if (ql_mem_has_head(m)) {
+        QL_GO(load_vector(r, &model->norm, m->head.norm));
+        QL_GO(load_head(r));
+    }
     /* Quantising wrote over the scratch: what lies outside base and adapters has to be zero. */
     for (int g = 0; g < QL_GROUPS; g++) {
         ql_tensor w = m->scratch.w[g];
         QL_GO(dev_of(r)->set(r->compute, w.data, 0, w.rows * w.ld * (int64_t)ql_dtype_size(w.dtype)));
     }
     QL_GO(dev_of(r)->sync(r->compute));
+    if (r->link) QL_GO(warm_links(r));
     /* Ranks fill the shared copy of host layers in turn: nobody reads it before all are done. */
     if (r->comm && r->set.host_base) QL_GO(r->set.be->comm->barrier(r->comm, r->compute));
     if (r->set.progress) r->set.progress(r->set.ctx, "load", n + 1, n + 1);
@@ -326,15 +350,32 @@ out:
 
 ql_status ql_rank_set_adapters(ql_rank *r, const float *flat)
 {
-    QL_TRY(dev_of(r)->copy(r->compute, r->mem->adapters, flat, r->mem->n * 4));
+    QL_TRY(dev_of(r)->copy(r->compute, r->mem->adapters, flat + r->mem->held_at, ql_min64(r->mem->held, r->mem->n) * 4));
     r->version++;
     return dev_of(r)->sync(r->compute);
 }
 
 ql_status ql_rank_get_adapters(ql_rank *r, float *flat)
 {
-    QL_TRY(dev_of(r)->copy(r->compute, flat, r->mem->adapters, r->mem->n * 4));
+    const ql_mem *m = r->mem;
+    if (ql_plan_piped(&r->spec->choice)) return ql_rank_share(r, flat, m->n * 4, m->adapters, m->held_at * 4, m->held * 4);
+    QL_TRY(dev_of(r)->copy(r->compute, flat, m->adapters, m->n * 4));
     return dev_of(r)->sync(r->compute);
+}
+
+ql_status ql_rank_share(ql_rank *r, void *all, int64_t bytes, const void *mine, int64_t at, int64_t n)
+{
+    const ql_dev_table *dev = dev_of(r);
+    char *work = r->mem->op_work;
+    for (int64_t from = 0; from < bytes; from += QL_WORK_BYTES) {
+        int64_t len = ql_min64(QL_WORK_BYTES, bytes - from), lo = ql_max64(from, at), hi = ql_min64(from + len, at + n);
+        QL_TRY(dev->set(r->compute, work, 0, len));
+        if (hi > lo) QL_TRY(dev->copy(r->compute, work + lo - from, (const char *)mine + lo - at, hi - lo));
+        if (r->comm) QL_TRY(r->set.be->comm->all_sum(r->comm, r->compute, ql_vec(work, QL_I32, len / 4)));
+        QL_TRY(dev->copy(r->compute, (char *)all + from, work, len));
+        QL_TRY(dev->sync(r->compute));
+    }
+    return QL_OK;
 }
 
 void ql_rank_at(ql_rank *r, ql_phase phase)

@@ -17,6 +17,7 @@ typedef struct {
     volatile ql_action doing;  /* the action at work in a plan; when loading, its layer */
     volatile int step;         /* optimizer step at work, from 1 */
     int64_t entered;           /* collectives entered: stopping ranks agree on where (exec.c) */
+    int64_t messages[4];       /* between stages, begun: by kind from QL_DO_SEND_H */
     int at_stop;               /* 1: this rank has seen the stop and waits for the others */
     int64_t bytes[QL_CATS];
     ql_dev_memory mem;
@@ -53,12 +54,12 @@ typedef struct ql_rank {
     const ql_spec *spec;
     ql_dev *dev;
     ql_comm *comm;
-    ql_stream *compute, *side;                 /* side: gathers and copies */
+    ql_stream *compute, *side, *link;          /* side: gathers and copies; link: between the stages of a pipeline */
     ql_queue q;
     ql_mem *mem;
     ql_arena arena;
     ql_event *slot_full[QL_GATHER_SLOTS], *slot_free[QL_GATHER_SLOTS];
-    ql_event *saved[2], *loaded[2], *staged, *ready, *pace[QL_AHEAD];
+    ql_event *saved[2], *loaded[2], *staged, *ready, *landed, *pace[QL_AHEAD];
     char *host_h;                              /* saved activations, pinned */
     char *host_state;                          /* offloaded optimizer states, pinned */
     int64_t host_h_bytes, host_state_bytes;
@@ -74,9 +75,12 @@ ql_status ql_rank_open(const ql_rank_setup *set, const ql_spec *spec, ql_rank **
 void ql_rank_close(ql_rank *r);
 /* Frozen weights to their places. Every rank reads its own ranges; host layers are filled by the ranks in turn. */
 ql_status ql_rank_load(ql_rank *r);
-/* Adapters, F32 flat, spec->lora->elements; a set also clears nothing else. */
+/* Adapters, F32 flat, spec->lora->elements; a set also clears nothing else. In a pipeline all ranks get them together. */
 ql_status ql_rank_set_adapters(ql_rank *r, const float *flat);
 ql_status ql_rank_get_adapters(ql_rank *r, float *flat);
+/* All ranks together: `bytes` in `all` of everyone, of which [at, at + n) are this rank's `mine` and no other's (multiples of 4; any mix of
+ * host and device addresses). No float is added: what the others have there is zero, and the bits are summed as integers. */
+ql_status ql_rank_share(ql_rank *r, void *all, int64_t bytes, const void *mine, int64_t at, int64_t n);
 
 /* One optimizer step's (or evaluation's) data: micro-batch k is examples order[(first + k)·batch …) of n. */
 typedef struct {

@@ -158,7 +158,7 @@ static json_t *alternative(const ql_job *job, size_t i, const ql_place *place, c
     /* Planned with room for all: what it takes is the row, whether it fits is a column. */
     room.capacity = INT64_MAX / 4, room.host = INT64_MAX / 4;
     json_object_set_new(small, "gradient_checkpointing", json_true());
-    if (plan_with(job, small, &room, train, &t) == QL_OK && ql_choice_bytes(&t->spec, &device, &host) == QL_OK) {
+    if (plan_with(job, small, &room, train, &t) == QL_OK && ql_mem_bytes(&t->spec, &device, &host) == QL_OK) {
         int fits = device <= place->capacity && host <= place->host;
         /* Where it fits, the time is that of what would be chosen: the memory that is left buys less recomputation. */
         if (fits && plan_with(job, changes, place, train, &here) != QL_OK) ql_error_clear();
@@ -197,7 +197,7 @@ static json_t *chosen_of(const ql_task *t)
     json_t *s = json_object();
     for (int i = 0; i < QL_STORES; i++)
         if (store[i]) json_object_set_new(s, ql_store_name((ql_store_kind)i), json_integer(store[i]));
-    return json_pack("{s:o,s:s,s:i,s:i,s:i,s:i,s:s,s:i,s:i,s:I,s:I}", "layers", s, "schedule", c->schedule == QL_BREADTH ? "breadth" : "loop",
+    return json_pack("{s:o,s:s,s:i,s:i,s:i,s:i,s:s,s:i,s:i,s:I,s:I}", "layers", s, "schedule", ql_schedule_name(c->schedule),
                      "kept", keep[QL_KEEP_ALL], "partly_recomputed", keep[QL_KEEP_NO_MLP], "recomputed", keep[QL_KEEP_INPUT], "offloaded", saved,
                      "dtype", ql_dtype_name(t->spec.dtype), "world", c->world, "micro_batches", c->g, "samples_per_step",
                      (json_int_t)(t->args.batch * c->g), "rows", (json_int_t)t->spec.rows);
@@ -264,7 +264,7 @@ static ql_status build_report(const ql_job *job, const question *q, const ql_tas
              ql_cost_step_flops(&t->spec, ql_job_bool(job, "packing") ? t->args.max_length : t->spec.rows / ql_max64(1, t->args.batch)) /
                  place->world / 1e12, ql_rates_of(place->arch).flops / 1e12);
     json_array_append_new(why, json_string(said));
-    QL_TRY(ql_choice_bytes(&t->spec, &dev, &host));
+    QL_TRY(ql_mem_bytes(&t->spec, &dev, &host));
     json_t *none = json_object();
     int fits = dev <= place->capacity && host <= place->host;
     *out = json_pack("{s:b,s:o,s:o,s:I,s:o,s:I,s:f,s:o,s:o}", "fits", fits, "chosen", chosen_of(t), "devices", list, "host", (json_int_t)host,

@@ -54,10 +54,13 @@ static ql_ckpt_of what(const ql_worker *w)
     return of;
 }
 
-/* This rank's `bytes` in `mine` → all ranks' in `all` on rank 0, through the exchange buffer. */
-static ql_status collect(ql_worker *w, void *all, const void *mine, int64_t bytes)
+/* This rank's shard of a state in `mine`, `unit` bytes for 256 elements → all ranks' in `all` on rank 0, through the exchange buffer. */
+static ql_status collect(ql_worker *w, void *all, const void *mine, int64_t unit)
 {
     ql_rank *r = w->rank;
+    const ql_mem *m = r->mem;
+    int64_t bytes = m->shard / 256 * unit;
+    if (ql_plan_piped(&r->spec->choice)) return ql_rank_share(r, all, m->padded / 256 * unit, mine, m->mine / 256 * unit, bytes);
     const ql_dev_table *dev = r->set.be->dev;
     char *x = (char *)r->mem->exchange;
     if (r->set.world == 1) {
@@ -77,7 +80,7 @@ static void small_states(const ql_mem *m, float *shard, float *small, direction 
 {
     for (int i = 0; i < m->run_count; i++) {
         const ql_state_run *run = &m->runs[i];
-        float *a = shard + (run->at - m->shard * m->rank), *b = small + run->small;
+        float *a = shard + (run->at - m->mine), *b = small + run->small;
         if (run->kind != QL_ADAM_F32) continue;
         memcpy(d == SPREAD ? a : b, d == SPREAD ? b : a, (size_t)run->n * 4);
     }
@@ -93,19 +96,19 @@ static ql_status collect_optimizer(ql_worker *w, ql_ckpt_state *s)
     QL_GO(ql_optim_get(w->rank, o));
     s->ctl = o->ctl;
     if (s->optimizer == QL_CKPT_F32) {
-        QL_GO(collect(w, s->m, o->m, m->shard * 4));
-        QL_GO(collect(w, s->v, o->v, m->shard * 4));
+        QL_GO(collect(w, s->m, o->m, 1024));
+        QL_GO(collect(w, s->v, o->v, 1024));
     } else if (s->optimizer == QL_CKPT_8BIT) {
-        QL_GO(collect(w, s->m8, o->m8, m->shard));
-        QL_GO(collect(w, s->v8, o->v8, m->shard));
-        QL_GO(collect(w, s->m2, o->m2, m->shard / 64));
-        QL_GO(collect(w, s->v2, o->v2, m->shard / 64));
-        shard = calloc((size_t)m->shard, 4);
+        QL_GO(collect(w, s->m8, o->m8, 256));
+        QL_GO(collect(w, s->v8, o->v8, 256));
+        QL_GO(collect(w, s->m2, o->m2, 4));
+        QL_GO(collect(w, s->v2, o->v2, 4));
+        shard = calloc((size_t)m->shard + 1, 4);
         if (!shard) QL_GO(ql_fail(QL_ENOMEM, "no host memory for a checkpoint"));
         small_states(m, shard, o->m, SPREAD);
-        QL_GO(collect(w, s->m, shard, m->shard * 4));
+        QL_GO(collect(w, s->m, shard, 1024));
         small_states(m, shard, o->v, SPREAD);
-        QL_GO(collect(w, s->v, shard, m->shard * 4));
+        QL_GO(collect(w, s->v, shard, 1024));
     }
 out:
     free(shard);
@@ -146,11 +149,11 @@ ql_status ql_save_final(ql_worker *w, const char *run, ql_history *h)
     char path[QL_PATH_MAX];
     json_t *job = NULL;
     ql_rank_at(w->rank, QL_AT_SAVING);
-    if (w->p->rank != 0) return QL_OK;
     flat = calloc((size_t)t->lora->elements, 4);
     job = ql_job_json(t->job);
     if (!flat || !job) QL_GO(ql_fail(QL_ENOMEM, "no host memory for the adapter"));
     QL_GO(ql_rank_get_adapters(w->rank, flat));
+    if (w->p->rank != 0) goto out;
     QL_GO(ql_path_mkdirs(run));
     QL_GO(ql_lora_save(t->lora, flat, t->args.save_dtype, run));
     QL_GO(ql_history_save(h, run));
@@ -166,7 +169,7 @@ out:
 static ql_status put_optimizer(ql_worker *w, ql_ckpt_state *s)
 {
     const ql_mem *m = w->rank->mem;
-    int64_t at = m->shard * m->rank;
+    int64_t at = m->mine;
     ql_optim_state *o = NULL;
     ql_status st = QL_OK;
     QL_GO(ql_optim_state_new(w->rank, &o));

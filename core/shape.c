@@ -63,6 +63,18 @@ ql_status ql_act_carve_h(const ql_shape *s, ql_arena *a, ql_tensor *out)
     return ql_arena_mat(a, QL_CAT_ACT, s->res, s->rows, s->cfg->hidden, s->cfg->hidden, out);
 }
 
+static ql_status carve_gu(const ql_shape *s, ql_arena *a, ql_act *out)
+{
+    const ql_group_shape *g = &s->group[QL_G_GU];
+    return ql_arena_mat(a, QL_CAT_ACT, s->dtype, s->rows, g->n, g->n + g->r, &out->gu);
+}
+
+ql_status ql_act_carve_missing(const ql_shape *s, ql_arena *a, ql_keep keep, ql_act *out)
+{
+    if (keep == QL_KEEP_NO_MLP) return carve_gu(s, a, out);
+    return keep == QL_KEEP_INPUT ? ql_act_carve(s, a, QL_KEEP_ALL, out) : QL_OK;
+}
+
 ql_status ql_act_carve(const ql_shape *s, ql_arena *a, ql_keep keep, ql_act *out)
 {
     const ql_config *c = s->cfg;
@@ -77,9 +89,7 @@ ql_status ql_act_carve(const ql_shape *s, ql_arena *a, ql_keep keep, ql_act *out
     for (int i = 0; i < QL_GROUPS; i++)
         if (i != QL_G_O && g[i].r)
             QL_TRY(ql_arena_mat(a, QL_CAT_ACT, s->dtype, t, g[i].r, g[i].r, &out->xa[i]));
-    if (keep == QL_KEEP_ALL)
-        QL_TRY(ql_arena_mat(a, QL_CAT_ACT, s->dtype, t, g[QL_G_GU].n, g[QL_G_GU].n + g[QL_G_GU].r, &out->gu));
-    return QL_OK;
+    return keep == QL_KEEP_ALL ? carve_gu(s, a, out) : QL_OK;
 }
 
 ql_status ql_work_carve(const ql_shape *s, ql_arena *a, ql_work *w)

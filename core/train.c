@@ -85,7 +85,7 @@ ql_status ql_eval_loss(ql_worker *w, double *loss, int64_t *samples, int64_t *ba
     }
     for (int64_t i = 0; i < n; i++) order[i] = (int32_t)i;
     c.train = 0;
-    c.schedule = QL_LOOP;
+    if (!ql_plan_piped(&c)) c.schedule = QL_LOOP;
     for (int64_t at = 0; at < all; at += c.g) {
         ql_plan p;
         ql_step_data d = {.data = t->eval, .order = order, .n = n, .first = at, .batch = b, .g = (int)ql_min64(c.g, all - at),
@@ -191,7 +191,7 @@ static ql_status report_start(run *x, int64_t resumed)
                           json_pack("{s:s,s:I,s:f,s:i,s:s,s:s,s:s,s:I,s:s,s:I,s:o,s:o}", "run", x->dir, "max_steps",
                                     (json_int_t)t->steps.max_steps, "epochs", ql_steps_epoch(&t->steps, t->steps.max_steps), "world",
                                     x->w->p->world, "backend", x->w->p->launch->be->name, "dtype", ql_dtype_name(t->spec.dtype), "schedule",
-                                    t->spec.choice.schedule == QL_BREADTH ? "breadth" : "loop", "resumed", (json_int_t)resumed, "trainable",
+                                    ql_schedule_name(t->spec.choice.schedule), "resumed", (json_int_t)resumed, "trainable",
                                     trainable, "samples_per_step", (json_int_t)(t->args.batch * t->steps.group), "devices", devices, "text",
                                     why));
 }

@@ -397,7 +397,7 @@ static ql_status loss_of(verify *v, const ql_step_data *d, float *loss)
     float *nll = malloc((size_t)c.g * sizeof *nll);
     if (!nll) QL_FAIL(QL_ENOMEM, "verify: no memory for losses");
     c.train = 0;
-    c.schedule = QL_LOOP;
+    if (!ql_plan_piped(&c)) c.schedule = QL_LOOP;
     ql_status st = ql_plan_build(&c, v->r->set.rank, d->g, &p);
     if (st == QL_OK) {
         double sum = 0;

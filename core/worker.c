@@ -43,10 +43,11 @@ static json_t *rank_memory(const ql_rank_state *s, int rank)
 
 ql_status ql_worker_memory(const ql_worker *w, json_t **out)
 {
+    int64_t device, host = 0;
+    QL_TRY(ql_mem_bytes(w->rank->spec, &device, &host));
     json_t *list = json_array();
     for (int i = 0; i < w->p->world; i++) json_array_append_new(list, rank_memory(&w->p->shared->rank[i], i));
-    *out = json_pack("{s:o,s:I}", "devices", list, "host",
-                     (json_int_t)(ql_mem_host_base(w->rank->mem) + w->p->world * ql_mem_host_rank(w->rank->mem)));
+    *out = json_pack("{s:o,s:I}", "devices", list, "host", (json_int_t)host);
     return *out ? QL_OK : ql_fail(QL_ENOMEM, "no memory for the figures");
 }
 

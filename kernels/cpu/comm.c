@@ -418,7 +418,16 @@ static ql_status cpu_group_end(ql_comm *c)
 {
     QL_TRY(ready(c, "group_end"));
     if (c->depth < 1) QL_FAIL(QL_EINVAL, "group_end without group_begin");
-    return --c->depth || c->n == 0 ? QL_OK : finish(c);
+    /* What the mailboxes take, and what is in them, moves at once; the rest when this rank waits. */
+    pending *left;
+    bool moved;
+    return --c->depth || c->n == 0 ? QL_OK : pass(c, &left, &moved);
+}
+
+static ql_status cpu_land(ql_comm *c)
+{
+    QL_TRY(ready(c, "land"));
+    return c->n ? finish(c) : QL_OK;
 }
 
 static ql_status cpu_barrier(ql_comm *c, ql_stream *s)
@@ -456,6 +465,7 @@ const ql_comm_table ql_cpu_comm = {
     .recv = cpu_recv,
     .group_begin = cpu_group_begin,
     .group_end = cpu_group_end,
+    .land = cpu_land,
     .barrier = cpu_barrier,
     .bytes_sent = cpu_bytes_sent,
 };

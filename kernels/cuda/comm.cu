@@ -265,6 +265,12 @@ static ql_status comm_group_end(ql_comm *c)
     return settle(c, nc.ncclGroupEnd_(), "a group of sends and receives", c->timeout_ms);
 }
 
+/* The stream has them in order. */
+static ql_status comm_land(ql_comm *c)
+{
+    return usable(c, "land");
+}
+
 /* Inside a group the calls only collect; group_end waits. */
 static ql_status queued(ql_comm *c, ncclResult_t r, const char *what)
 {
@@ -364,5 +370,5 @@ static int64_t comm_bytes_sent(ql_comm *c)
 
 const ql_comm_table cu_comm_table = {
     comm_shared_bytes, comm_open, comm_close, comm_cancel,      comm_all_gather, comm_all_to_all, comm_all_sum,
-    comm_all_max,      comm_send, comm_recv,  comm_group_begin, comm_group_end,  comm_barrier,    comm_bytes_sent,
+    comm_all_max,      comm_send, comm_recv,  comm_group_begin, comm_group_end,  comm_land,       comm_barrier,    comm_bytes_sent,
 };

@@ -319,6 +319,7 @@ static const ql_comm_table null_comm = {
     .recv = null_recv,
     .group_begin = null_group,
     .group_end = null_group,
+    .land = null_group,
     .barrier = null_barrier,
     .bytes_sent = null_bytes_sent,
 };

@@ -4,6 +4,7 @@
 #ifndef QL_TEST_EXACT_H
 #define QL_TEST_EXACT_H
 
+#include "core/cost.h"
 #include "core/file.h"
 #include "core/train.h"
 #include "tests/backend.h"
@@ -214,10 +215,11 @@ static inline ql_status exact_task(const exact_setting *s, ql_task **out)
     c->schedule = (ql_schedule)s->schedule;
     for (int l = 0; l < c->layers; l++) {
         c->store[l] = exact_stores[s->store][l % 2];
-        if (s->world == 1 && c->store[l] == QL_STORE_SHARDED) c->store[l] = QL_STORE_RESIDENT;
+        if ((s->world == 1 || ql_plan_piped(c)) && c->store[l] == QL_STORE_SHARDED) c->store[l] = QL_STORE_RESIDENT;
         c->keep[l] = (uint8_t)(s->keep == 3 ? (l + 1) % 3 : s->keep);
         c->save[l] = (uint8_t)(s->save == 1 || (s->save == 2 && l % 2));
     }
+    if (ql_plan_piped(c)) ql_cost_cut(&(*out)->spec, 64);
     return QL_OK;
 }
 
@@ -303,7 +305,9 @@ static inline ql_status exact_bytes(const exact_setting *s, const exact_outcome 
     for (int r = 0; r < s->world; r++) {
         int64_t base = 0, slot = 0, counted = exact_mem->counted[r];
         int wide = 0;
-        for (int l = 0; l < o->choice.layers; l++) {
+        int lo, hi;
+        ql_plan_stage(&o->choice, r, &lo, &hi);
+        for (int l = lo; l < hi; l++) {
             ql_store_kind k = (ql_store_kind)o->choice.store[l];
             if (k == QL_STORE_RESIDENT || k == QL_STORE_SHARDED) base += o->part[l];
             if (k != QL_STORE_RESIDENT) slot = ql_max64(slot, o->part[l] * (k == QL_STORE_SHARDED ? s->world : 1));

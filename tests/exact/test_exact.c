@@ -183,6 +183,22 @@ TEST(eight_ranks_are_exact)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) CHECK_OK(compare(&cases[i]));
 }
 
+/* Pipelines of 2 to 8 stages, some of them without a layer, of which some learn nothing. */
+TEST(pipelines_are_exact)
+{
+    exact_setting cases[] = {
+        {.model = 2, .world = 2, .schedule = QL_PIPE, .keep = QL_KEEP_ALL},
+        {.model = 2, .world = 2, .schedule = QL_PIPE, .keep = QL_KEEP_INPUT, .store = 2},
+        {.model = 2, .world = 2, .schedule = QL_PIPE_AHEAD, .keep = QL_KEEP_INPUT},
+        {.model = 0, .world = 4, .schedule = QL_PIPE, .keep = QL_KEEP_ALL},
+        {.model = 3, .dtype = 2, .world = 4, .schedule = QL_PIPE_AHEAD, .keep = 3, .save = 2, .store = 4},
+        {.model = 1, .dtype = 1, .adam = 1, .world = 2, .schedule = QL_PIPE_AHEAD, .keep = 3, .store = 2, .paged = 1, .resume = 2},
+        {.model = 2, .packed = 1, .world = 8, .schedule = QL_PIPE_AHEAD, .keep = QL_KEEP_INPUT, .resume = 1},
+        {.model = 2, .world = 3, .group = 6, .schedule = QL_PIPE, .keep = 1, .save = 1},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) CHECK_OK(compare(&cases[i]));
+}
+
 /* ---- bytes ------------------------------------------------------------------------------------ */
 
 /* Micro-batches of optimizer step s: 20 an epoch. */
@@ -283,7 +299,7 @@ TEST(product)
 }
 
 static const test_entry tests[] = {T(every_pair_of_settings_gives_the_same_bits), T(runs_learn), T(odd_groups_are_exact_where_they_say_so),
-                                   T(eight_ranks_are_exact), T(ranks_send_what_the_design_says)};
+                                   T(eight_ranks_are_exact), T(pipelines_are_exact), T(ranks_send_what_the_design_says)};
 static const test_entry all[] = {T(product)};
 
 int main(int argc, char **argv)

@@ -85,7 +85,7 @@ TEST(plans_fit_as_the_arithmetic_says)
     int64_t device = 0, host = 0;
     CHECK_OK(task_of(models[0], "{}", 1, 14, &t)); /* 8B: 3.4 GiB of layers, 2 of embedding and head in 16 bit, of which one is on the host */
     CHECK_INT(t->spec.choice.store[0], QL_STORE_RESIDENT);
-    CHECK_OK(ql_choice_bytes(&t->spec, &device, &host));
+    CHECK_OK(ql_mem_bytes(&t->spec, &device, &host));
     CHECK(device > (int64_t)5 << 30 && device <= (int64_t)14 << 30);
     ql_task_close(t);
     CHECK_OK(task_of(models[1], "{}", 2, 24, &t)); /* 70B on two of 24 GiB: 32.9 GiB of layers, so shards, and head and optimizer shared */
