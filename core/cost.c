@@ -1,5 +1,7 @@
 #include "core/cost.h"
 
+#include "core/pipe.h"
+
 /* Products of a layer: 2 · N · K per token each. Attention, causal: of the S² / 2 scores 2 · D for q·k and 2 · D for p·v, per head;
  * backward does five such products where forward does two. */
 static double linear(const ql_config *c, ql_linear from, ql_linear to)
@@ -70,12 +72,49 @@ static double pass_seconds(const ql_spec *s, const ql_mem *m, const ql_rates *r)
     return sum;
 }
 
+/* The stages as one layer each: what a stage computes, or what it fetches from the host where that takes longer. */
+static double pipe_seconds(const ql_spec *s, const ql_mem *m, int64_t length, const ql_rates *r)
+{
+    const ql_choice *ch = &s->choice;
+    const ql_config *cfg = &s->model->cfg;
+    ql_choice c = {.world = ch->world, .layers = ch->world, .g = ch->g, .pieces = 1, .schedule = ch->schedule, .train = ch->train, .first = ch->world};
+    ql_pipe_times t = {.head = ql_cost_head(cfg, s->rows, ch->train) / r->flops};
+    ql_pipe_result out;
+    t.message = (double)(s->rows * cfg->hidden) * (double)ql_dtype_size(s->res) / r->link;
+    for (int w = 0; w < ch->world; w++) {
+        double host = 0, saved = 0;
+        c.cut[w + 1] = (int16_t)(w + 1);
+        c.store[w] = QL_STORE_RESIDENT;
+        c.keep[w] = QL_KEEP_ALL;
+        for (int l = ch->cut[w]; l < ch->cut[w + 1]; l++) {
+            int learns = ch->train && l >= ch->first, keep = ch->keep[l];
+            t.f[w] += ql_cost_layer(cfg, s->rows, length, QL_COST_F) / r->flops;
+            if (ch->store[l] == QL_STORE_HOST) host += (double)m->blob[l].part_bytes / r->host;
+            if (!learns) continue;
+            t.b[w] += ql_cost_layer(cfg, s->rows, length, QL_COST_B) / r->flops;
+            if (keep != QL_KEEP_ALL) t.r[w] += ql_cost_layer(cfg, s->rows, length, keep == QL_KEEP_INPUT ? QL_COST_R : QL_COST_R_MLP) / r->flops;
+            if (ch->save[l]) saved += (double)(s->rows * cfg->hidden) * (double)ql_dtype_size(s->res) / r->host;
+        }
+        if (t.r[w] > 0) c.keep[w] = QL_KEEP_INPUT;
+        if (t.b[w] > 0 && c.first > w) c.first = w;
+        t.f[w] = t.f[w] > host + saved ? t.f[w] : host + saved;
+        if (t.b[w] > 0) t.b[w] = t.b[w] > host + saved ? t.b[w] : host + saved;
+    }
+    return ql_pipe_run(&c, c.g, &t, &out) == QL_OK ? out.seconds : 0;
+}
+
 double ql_cost_step(const ql_spec *s, int64_t length, const ql_rates *r)
 {
     const ql_choice *ch = &s->choice;
     int micros = (ch->g + ch->world - 1) / ch->world, passes = micros, saved = 0;
     ql_mem *m = NULL;
     if (ql_mem_open(s, 0, &m) != QL_OK) return 0;
+    if (ql_plan_piped(ch)) {
+        double seconds = pipe_seconds(s, m, length, r);
+        if (s->state_host) seconds += 2.0 * (double)m->n / ch->world * (s->state == QL_ADAM_F32 ? 8 : 2) / r->host;
+        ql_mem_close(m);
+        return seconds;
+    }
     if (ch->schedule == QL_BREADTH) passes = ch->pieces % ch->world ? 1 : ch->pieces / ch->world;
     for (int l = 0; l < ch->layers; l++) saved += ch->save[l];
     double compute = micros * micro_flops(s, length) / r->flops;

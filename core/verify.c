@@ -84,23 +84,40 @@ static int64_t linear_bytes(const ql_blob_linear *l)
     return (n + 1) / 2 + blocks * (l->nested ? 1 : 4) + (l->nested ? ql_ceil_div(blocks, l->nested) * 4 : 0);
 }
 
-/* What each device has to hold by the stores of the layers, and how much more padding and cuts may add. */
-static void base_expected(const verify *v, int64_t *whole, double *want, double *slack)
+/* Who reads layer l's file: in turn, or the stage that has it. */
+static int owner_of(const verify *v, int64_t l)
+{
+    int lo, hi, r = 0;
+    if (!ql_plan_piped(&v->t->spec.choice)) return (int)(l % v->r->set.world);
+    for (; r < v->r->set.world - 1; r++) {
+        ql_plan_stage(&v->t->spec.choice, r, &lo, &hi);
+        if (l < hi) break;
+    }
+    return r;
+}
+
+/* What a device has to hold by the stores of its layers, and how much more padding and cuts may add. */
+static void base_expected(const verify *v, int rank, int64_t *whole, double *want, double *slack)
 {
     const ql_mem *m = v->r->mem;
+    int lo, hi;
+    ql_plan_stage(&v->t->spec.choice, rank, &lo, &hi);
     *whole = 0, *want = *slack = 0;
     for (int64_t l = 0; l < v->t->model->cfg.layers; l++) {
         const ql_blob *b = &m->blob[l];
         int64_t bytes = 0, wide = 0;
+        double spare = 0;
         for (int i = 0; i < QL_LINEARS; i++) {
             const ql_blob_linear *x = &b->lin[i];
             bytes += linear_bytes(x);
             wide += x->rows * x->cols * (int64_t)ql_dtype_size(v->t->spec.dtype);
             /* A part is whole blocks (and groups of scales), or whole rows; its pieces begin at multiples of 256. */
             double unit = x->nf4 ? (double)x->block * (double)(x->nested ? x->nested : 1) : (double)x->cols * 4;
-            *slack += unit + PIECES * 256 + 256;
+            spare += unit + PIECES * 256 + 256;
         }
         *whole += bytes;
+        if (l < lo || l >= hi) continue;
+        *slack += spare;
         switch ((ql_store_kind)v->t->spec.choice.store[l]) {
         case QL_STORE_RESIDENT: *want += (double)bytes; break;
         case QL_STORE_SHARDED: *want += (double)bytes / v->r->set.world; break;
@@ -114,21 +131,22 @@ static ql_status check_base(verify *v)
 {
     char text[480] = "", a[32], b[32];
     int64_t whole;
-    double want, slack;
+    double want = 0, slack;
     int ok = 1, world = v->r->set.world, n = 0;
     int64_t mine, held[QL_MAX_WORLD];
     QL_TRY(ql_rank_measure(v->r));
     mine = v->w->p->shared->rank[v->r->set.rank].bytes[QL_CAT_BASE];
     QL_TRY(share(v, &mine, (int64_t)sizeof mine, held));
-    base_expected(v, &whole, &want, &slack);
     for (int i = 0; i < world; i++) {
         double has = (double)held[i];
+        base_expected(v, i, &whole, &want, &slack);
         ok &= has >= want - 1 && has <= want + slack;
         if (n < 400)
             n += snprintf(text + n, sizeof text - (size_t)n, "%s%s (%.1f %%)", n ? " + " : "", gib(has, a, sizeof a), 100 * has / (double)whole);
     }
-    check(v, "base bytes", ok, "%s of %s on %d device%s; the stores ask for %.1f %% each%s", text, gib((double)whole, b, sizeof b), world,
-          world > 1 ? "s" : "", 100 * want / (double)whole,
+    base_expected(v, 0, &whole, &want, &slack);
+    check(v, "base bytes", ok, "%s of %s on %d device%s; the stores ask for %.1f %% %s%s", text, gib((double)whole, b, sizeof b), world,
+          world > 1 ? "s" : "", 100 * want / (double)whole, ql_plan_piped(&v->t->spec.choice) ? "on the first stage" : "each",
           (double)mine > 1.05 * want ? ", the rest pads parts to whole groups of 16,384 weights" : "");
     return QL_OK;
 }
@@ -327,12 +345,13 @@ static ql_status take_buffers(verify *v)
  * from the host's in a few codes by one step: no more than one in ten thousand. */
 static int layer_right(const verify *v, int64_t l, int64_t n, int64_t *differ)
 {
-    const finding *file = &v->all[(l % v->r->set.world) * n + l];
+    int owner = owner_of(v, l), piped = ql_plan_piped(&v->t->spec.choice);
+    const finding *file = &v->all[owner * n + l];
     int64_t weights = 0;
     for (int i = 0; i < QL_LINEARS; i++) weights += v->r->mem->blob[l].lin[i].rows * v->r->mem->blob[l].lin[i].cols;
     *differ = file->differ;
     for (int i = 0; i < v->r->set.world; i++)
-        if (v->all[i * n + l].device != file->device) return 0;
+        if ((!piped || i == owner) && v->all[i * n + l].device != file->device) return 0;
     return !file->wrong && (file->device == file->file || (file->differ > 0 && file->differ * 10000 <= weights));
 }
 
@@ -343,7 +362,7 @@ static void report_layers(verify *v)
     int store[QL_STORES] = {0}, k = 0;
     char how[160] = "", note[120] = "";
     for (int64_t l = 0; l < n; l++) {
-        const finding *f = &v->all[(l % v->r->set.world) * n + l];
+        const finding *f = &v->all[owner_of(v, l) * n + l];
         int64_t d;
         int ok = layer_right(v, l, n, &d);
         char a[20], b[20];
@@ -360,8 +379,8 @@ static void report_layers(verify *v)
             k += snprintf(how + k, sizeof how - (size_t)k, "%s%d %s", k ? ", " : "", store[i], ql_store_name((ql_store_kind)i));
     if (differ) snprintf(note, sizeof note, "; %lld codes lie on an edge and differ by one step", (long long)differ);
     if (first >= 0) snprintf(note, sizeof note, "; layer %lld is the first that differs", (long long)first);
-    check(v, "layers as gathered", good == n, "%lld of %lld are the file's bytes on every device (%s)%s; XXH64 of all %016llx",
-          (long long)good, (long long)n, how, note, (unsigned long long)sum);
+    check(v, "layers as gathered", good == n, "%lld of %lld are the file's bytes on %s (%s)%s; XXH64 of all %016llx",
+          (long long)good, (long long)n, ql_plan_piped(&v->t->spec.choice) ? "their stage" : "every device", how, note, (unsigned long long)sum);
 }
 
 static ql_status check_layers(verify *v)
@@ -372,10 +391,10 @@ static ql_status check_layers(verify *v)
     for (int64_t l = 0; l < n; l++) {
         QL_TRY(ql_exec_stop_point(v->r));
         ql_exec_enter(v->r);
-        int owner = l % v->r->set.world == v->r->set.rank;
-        if (v->t->spec.choice.store[l] == QL_STORE_RESIDENT16)
+        int owner = owner_of(v, l) == v->r->set.rank, here = owner || !ql_plan_piped(&v->t->spec.choice);
+        if (here && v->t->spec.choice.store[l] == QL_STORE_RESIDENT16)
             QL_TRY(find_values(v, l, owner, &v->mine[l]));
-        else
+        else if (here)
             QL_TRY(find_stored(v, l, owner, &v->mine[l]));
         me->beat++;
         QL_TRY(ql_worker_emit(v->w, "progress", json_pack("{s:s,s:I,s:I}", "what", "hash layers", "done", (json_int_t)(l + 1), "total",
