@@ -131,6 +131,28 @@ static ql_status stage(decoder *g, const feed *f, int count)
     return dev->sync(r->compute);
 }
 
+/* The hidden rows at a boundary between the stages of a pipeline; nothing overlaps here. */
+static ql_status pass_on(ql_rank *r, int64_t layer, int64_t rows, int peer)
+{
+    ql_tensor h = ql_mem_h(r->mem, 0, layer), x = ql_vec(h.data, h.dtype, rows * h.ld);
+    const ql_comm_table *comm = r->set.be->comm;
+    return peer > r->set.rank ? comm->send(r->comm, r->compute, x, peer) : comm->recv(r->comm, r->compute, x, peer);
+}
+
+/* Logits of each sequence's last row, on every rank's host. */
+static ql_status last_logits(decoder *g, const ql_micro *mb, int count)
+{
+    ql_rank *r = g->r;
+    ql_mem *m = r->mem;
+    ql_head_peers peers = {.be = r->set.be, .comm = r->comm};
+    int64_t mine = m->head.count * m->head.piece, all = m->head.world * QL_DECODE_ROWS, used = count * mine * 4;
+    ql_tensor out = ql_mat(g->logits_mem, QL_F32, all, mine, mine), index = ql_vec(m->stage[0].dev + m->stage[0].at_index, QL_I32, QL_DECODE_ROWS);
+    if (ql_mem_has_head(m)) QL_TRY(ql_head_logits(&m->head, &m->shape, &r->q, &peers, ql_rows(ql_mem_h(m, 0, m->hi), 0, mb->rows), index, out));
+    if (ql_plan_piped(&r->spec->choice)) return ql_rank_share(r, g->logits, used, out.data, 0, ql_mem_has_head(m) ? used : 0);
+    QL_TRY(r->set.be->dev->copy(r->compute, g->logits, out.data, all * mine * 4));
+    return r->set.be->dev->sync(r->compute);
+}
+
 /* The new rows through all layers; logits of each sequence's last one, on the host. */
 static ql_status forward(decoder *g, const feed *f, int count)
 {
@@ -141,7 +163,8 @@ static ql_status forward(decoder *g, const feed *f, int count)
     ql_exec_enter(r);
     QL_TRY(stage(g, f, count));
     ql_micro *mb = &r->micro[0];
-    for (int64_t l = 0; l < c->layers; l++) {
+    if (!ql_mem_has_embedding(m)) QL_TRY(pass_on(r, m->lo, mb->rows, r->set.rank - 1));
+    for (int64_t l = m->lo; l < m->hi; l++) {
         ql_layer ly;
         int s = (int)(l % QL_GATHER_SLOTS), moved = c->store[l] == QL_STORE_SHARDED || c->store[l] == QL_STORE_HOST;
         if (moved) QL_TRY(ql_exec_gather(r, l, s));
@@ -152,13 +175,8 @@ static ql_status forward(decoder *g, const feed *f, int count)
         act.h = ql_mem_h(m, 0, l);
         QL_TRY(ql_layer_forward(&ly, &act, ql_mem_h(m, 0, l + 1)));
     }
-    ql_head_peers peers = {.be = r->set.be, .comm = r->comm};
-    int64_t mine = m->head.count * m->head.piece, all = m->head.world * QL_DECODE_ROWS;
-    ql_tensor out = ql_mat(g->logits_mem, QL_F32, all, mine, mine);
-    QL_TRY(ql_head_logits(&m->head, &m->shape, &r->q, &peers, ql_rows(ql_mem_h(m, 0, c->layers), 0, mb->rows),
-                          ql_vec(m->stage[0].dev + m->stage[0].at_index, QL_I32, QL_DECODE_ROWS), out));
-    QL_TRY(dev->copy(r->compute, g->logits, out.data, all * mine * 4));
-    QL_TRY(dev->sync(r->compute));
+    if (!ql_mem_has_head(m)) QL_TRY(pass_on(r, m->hi, mb->rows, r->set.rank + 1));
+    QL_TRY(last_logits(g, mb, count));
     r->set.shared->rank[r->set.rank].beat++;
     return QL_OK;
 }
@@ -222,11 +240,11 @@ static ql_status take_cache(decoder *g, int64_t rows)
     if (rows <= g->rows) return QL_OK;
     if (g->cache) r->set.be->dev->free(r->dev, g->cache);
     g->cache = NULL, g->rows = 0;
-    QL_TRY(r->set.be->dev->alloc(r->dev, 2 * one * c->layers, &g->cache));
+    QL_TRY(r->set.be->dev->alloc(r->dev, ql_max64(256, 2 * one * (r->mem->hi - r->mem->lo)), &g->cache));
     p = g->cache;
-    for (int64_t l = 0; l < c->layers; l++) {
-        g->k[l] = ql_mat(p + 2 * l * one, r->spec->dtype, rows, w, w);
-        g->v[l] = ql_mat(p + (2 * l + 1) * one, r->spec->dtype, rows, w, w);
+    for (int64_t l = r->mem->lo; l < r->mem->hi; l++, p += 2 * one) {
+        g->k[l] = ql_mat(p, r->spec->dtype, rows, w, w);
+        g->v[l] = ql_mat(p + one, r->spec->dtype, rows, w, w);
     }
     g->rows = rows;
     return QL_OK;

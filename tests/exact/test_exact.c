@@ -196,7 +196,11 @@ TEST(pipelines_are_exact)
         {.model = 2, .packed = 1, .world = 8, .schedule = QL_PIPE_AHEAD, .keep = QL_KEEP_INPUT, .resume = 1},
         {.model = 2, .world = 3, .group = 6, .schedule = QL_PIPE, .keep = 1, .save = 1},
     };
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) CHECK_OK(compare(&cases[i]));
+    CHECK_OK(exact_place());
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        if (cases[i].world > exact_on.devices) printf("# %d stages: NOT RUN with %d GPUs\n", cases[i].world, exact_on.devices);
+        else CHECK_OK(compare(&cases[i]));
+    }
 }
 
 /* ---- bytes ------------------------------------------------------------------------------------ */
@@ -292,6 +296,7 @@ TEST(product)
             *from /= levels[f];
         }
         exact_setting s = setting_of(v);
+        if (s.world == 1 && s.schedule >= QL_PIPE) continue; /* a loop */
         CHECK_OK(compare(&s));
         if ((i + 1) % 100 == 0) fprintf(stderr, "%d of %d, %.0f minutes\n", i + 1, ways, (ql_now() - began) / 60);
     }
