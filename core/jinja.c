@@ -112,124 +112,6 @@ static ql_status slice(jrun *r, const jnode *n, const jvalue *v, jvalue *out)
     return QL_OK;
 }
 
-/* ---- operators --------------------------------------------------------------------------------- */
-
-static bool numeric(const jvalue *v, double *out)
-{
-    if (v->type == V_INT) *out = (double)v->i;
-    else if (v->type == V_FLOAT) *out = v->f;
-    else if (v->type == V_BOOL) *out = v->b;
-    else return false;
-    return true;
-}
-
-static ql_status contains(jrun *r, const jvalue *x, const jvalue *in, bool *out)
-{
-    *out = false;
-    if (in->type == V_STR && x->type == V_STR) {
-        *out = x->s.n == 0 || memmem(in->s.p, in->s.n, x->s.p, x->s.n);
-    } else if (in->type == V_DICT) {
-        *out = x->type == V_STR && ql_jdict_find(in->dict, x->s);
-    } else if (in->type == V_LIST || in->type == V_TUPLE) {
-        for (size_t i = 0; i < in->list->n && !*out; i++) *out = ql_jequal(x, in->list->v + i);
-    } else if (in->type != V_UNDEFINED) {
-        return ql_jfail(r, "'in' needs a string, list or dict, not %s", ql_jtype_name(in));
-    }
-    return QL_OK;
-}
-
-ql_status ql_jcompare(jrun *r, int op, const jvalue *a, const jvalue *b, bool *out)
-{
-    double x, y;
-    int order;
-    if (op == OP_EQ || op == OP_NE) return *out = ql_jequal(a, b) == (op == OP_EQ), QL_OK;
-    if (op == OP_IN || op == OP_NOT_IN) {
-        QL_TRY(contains(r, a, b, out));
-        *out = *out == (op == OP_IN);
-        return QL_OK;
-    }
-    if (a->type == V_INT && b->type == V_INT) {
-        order = a->i < b->i ? -1 : a->i > b->i;
-    } else if (numeric(a, &x) && numeric(b, &y)) {
-        order = x < y ? -1 : x > y;
-    } else if (a->type == V_STR && b->type == V_STR) {
-        order = memcmp(a->s.p, b->s.p, a->s.n < b->s.n ? a->s.n : b->s.n);
-        if (!order) order = a->s.n < b->s.n ? -1 : a->s.n > b->s.n;
-    } else {
-        return ql_jfail(r, "%s and %s cannot be ordered", ql_jtype_name(a), ql_jtype_name(b));
-    }
-    *out = op == '<' ? order < 0 : op == '>' ? order > 0 : op == OP_LE ? order <= 0 : order >= 0;
-    return QL_OK;
-}
-
-static ql_status integers(jrun *r, int op, int64_t x, int64_t y, jvalue *out)
-{
-    bool over = false;
-    int64_t z = 0;
-    if ((op == OP_FLOOR || op == '%') && !y) return ql_jfail(r, "division by zero");
-    if ((op == OP_FLOOR || op == '%') && y == -1) {
-        over = x == INT64_MIN;
-        z = op == '%' || over ? 0 : -x;
-    } else if (op == OP_FLOOR || op == '%') { /* towards minus infinity */
-        int64_t q = x / y - (x % y != 0 && (x < 0) != (y < 0));
-        z = op == '%' ? x - q * y : q;
-    } else if (op == '+') {
-        over = __builtin_add_overflow(x, y, &z);
-    } else if (op == '-') {
-        over = __builtin_sub_overflow(x, y, &z);
-    } else {
-        over = __builtin_mul_overflow(x, y, &z);
-    }
-    if (over) return ql_jfail(r, "an integer is too large");
-    *out = jv_int(z);
-    return QL_OK;
-}
-
-static ql_status join_values(jrun *r, const jvalue *a, const jvalue *b, jvalue *out)
-{
-    ql_str s = {0};
-    ql_status st = ql_jstring(r, a, false, 0, &s);
-    if (st == QL_OK) st = ql_jstring(r, b, false, 0, &s);
-    if (st == QL_OK) return ql_jtake(r, &s, out);
-    ql_str_free(&s);
-    return st;
-}
-
-static ql_status binary(jrun *r, int op, const jvalue *a, const jvalue *b, jvalue *out)
-{
-    double x, y;
-    if (op == '~') return join_values(r, a, b, out);
-    if (op == '+' && a->type == V_STR && b->type == V_STR) {
-        char *p = ql_jalloc(&r->mem, a->s.n + b->s.n + 1);
-        if (!p) return QL_ENOMEM;
-        memcpy(p, a->s.p, a->s.n);
-        memcpy(p + a->s.n, b->s.p, b->s.n);
-        *out = jv_str(p, a->s.n + b->s.n);
-        return QL_OK;
-    }
-    if (op == '+' && a->type == b->type && (a->type == V_LIST || a->type == V_TUPLE)) {
-        QL_TRY(ql_jlist_new(r, out));
-        out->type = a->type;
-        for (size_t i = 0; i < a->list->n; i++) QL_TRY(ql_jlist_add(r, out->list, a->list->v[i]));
-        for (size_t i = 0; i < b->list->n; i++) QL_TRY(ql_jlist_add(r, out->list, b->list->v[i]));
-        return QL_OK;
-    }
-    for (int i = 0; i < 2; i++) {
-        const jvalue *v = i ? b : a;
-        if (v->type == V_UNDEFINED) return ql_jfail(r, "'%.*s' is undefined", (int)v->s.n, v->s.p);
-    }
-    if (a->type == V_INT && b->type == V_INT && op != '/' && op != OP_POW)
-        return integers(r, op, a->i, b->i, out);
-    if (!numeric(a, &x) || !numeric(b, &y) || op == OP_POW)
-        return ql_jfail(r, "'%c' of %s and %s is not supported", op > 255 ? op >> 8 : op, ql_jtype_name(a),
-                        ql_jtype_name(b));
-    if ((op == '/' || op == OP_FLOOR || op == '%') && y == 0) return ql_jfail(r, "division by zero");
-    double z = op == '+' ? x + y : op == '-' ? x - y : op == '*' ? x * y : op == '/' ? x / y : floor(x / y);
-    if (op == '%') z = x - floor(x / y) * y;
-    *out = (jvalue){.type = V_FLOAT, .f = z};
-    return QL_OK;
-}
-
 /* ---- calls ------------------------------------------------------------------------------------- */
 
 static ql_status eval_args(jrun *r, const jnode *n, jargs *a)
@@ -433,11 +315,11 @@ static ql_status eval_two(jrun *r, const jnode *n, jvalue *out)
         *out = a;
         return ql_jtruth(&a) == (n->kind == N_AND) ? eval(r, n->b, out) : QL_OK;
     case N_NOT: *out = jv_bool(!ql_jtruth(&a)); return QL_OK;
-    case N_NEG: b = jv_int(0); return binary(r, n->op, &b, &a, out);
+    case N_NEG: b = jv_int(0); return ql_jbinary(r, n->op, &b, &a, out);
     default:
         QL_TRY(eval(r, n->b, &b));
         r->line = n->line;
-        return binary(r, n->op, &a, &b, out);
+        return ql_jbinary(r, n->op, &a, &b, out);
     }
 }
 
@@ -451,6 +333,7 @@ static ql_status eval_one(jrun *r, const jnode *n, jvalue *out)
     case N_FLOAT: *out = (jvalue){.type = V_FLOAT, .f = n->f}; return QL_OK;
     case N_BOOL: *out = jv_bool(n->i != 0); return QL_OK;
     case N_NONE: *out = jv_none(); return QL_OK;
+    case N_CAUGHT: *out = r->caught; return QL_OK;
     case N_NAME: *out = lookup(r, n->text); return QL_OK;
     case N_LIST:
     case N_TUPLE: return eval_list(r, n, out);
@@ -572,6 +455,42 @@ static ql_status run_generation(jrun *r, const jnode *n, flow *f)
     return r->span(r->user, start, r->out->len);
 }
 
+static ql_status run_with(jrun *r, const jnode *n, flow *f)
+{
+    jscope *saved = r->scope;
+    QL_TRY(push_scope(r, saved));
+    jscope *own = r->scope;
+    for (const jnode *s = n->a; s; s = s->next) {
+        jvalue v;
+        r->scope = saved;
+        QL_TRY(eval(r, s->b, &v));
+        r->scope = own;
+        QL_TRY(assign(r, s->a, &v));
+    }
+    QL_TRY(run(r, n->b, f));
+    r->scope = saved;
+    return QL_OK;
+}
+
+/* What the body writes, through the filters. */
+static ql_status filtered(jrun *r, const jnode *n, jvalue *out)
+{
+    QL_TRY(capture(r, n->b, out));
+    if (!n->c) return QL_OK;
+    r->caught = *out;
+    return eval(r, n->c, out);
+}
+
+static ql_status run_filter_block(jrun *r, const jnode *n)
+{
+    jscope *saved = r->scope;
+    jvalue v;
+    QL_TRY(push_scope(r, saved));
+    QL_TRY(filtered(r, n, &v));
+    r->scope = saved;
+    return ql_jstring(r, &v, false, 0, r->out);
+}
+
 static ql_status run_one(jrun *r, const jnode *n, flow *f)
 {
     jvalue v;
@@ -587,8 +506,10 @@ static ql_status run_one(jrun *r, const jnode *n, flow *f)
         QL_TRY(eval(r, n->b, &v));
         return assign(r, n->a, &v);
     case N_SETBLOCK:
-        QL_TRY(capture(r, n->b, &v));
+        QL_TRY(filtered(r, n, &v));
         return assign(r, n->a, &v);
+    case N_WITH: return run_with(r, n, f);
+    case N_FILTERBLOCK: return run_filter_block(r, n);
     case N_MACRO:
         v = (jvalue){.type = V_MACRO, .macro = n};
         return ql_jdict_set(r, &r->scope->vars, n->text, v);

@@ -26,10 +26,10 @@ static inline bool jtext_is(jtext t, const char *z)
 
 typedef enum {
     /* statements */
-    N_TEXT, N_OUTPUT, N_IF, N_FOR, N_SET, N_SETBLOCK, N_MACRO, N_BREAK, N_CONTINUE, N_GENERATION,
+    N_TEXT, N_OUTPUT, N_IF, N_FOR, N_SET, N_SETBLOCK, N_WITH, N_FILTERBLOCK, N_MACRO, N_BREAK, N_CONTINUE, N_GENERATION,
     /* expressions */
     N_STR, N_INT, N_FLOAT, N_BOOL, N_NONE, N_NAME, N_LIST, N_TUPLE, N_DICT, N_ATTR, N_ITEM, N_SLICE,
-    N_CALL, N_FILTER, N_TEST, N_BIN, N_AND, N_OR, N_NOT, N_NEG, N_COMPARE, N_COND,
+    N_CALL, N_FILTER, N_TEST, N_CAUGHT, N_BIN, N_AND, N_OR, N_NOT, N_NEG, N_COMPARE, N_COND,
 } jkind;
 
 /* Operators: one character, or two as first·256 + second; words by their initial. */
@@ -38,7 +38,8 @@ enum { OP_EQ = '=' << 8 | '=', OP_NE = '!' << 8 | '=', OP_LE = '<' << 8 | '=', O
 
 /* One node. Lists (bodies, arguments, items) are chained by next.
  *   IF       a condition, b body, c else body          FOR   a targets, b iterable, c body, d else, e filter
- *   SET      a targets (NAME or ATTR), b value          SETBLOCK a target, b body
+ *   SET      a targets (NAME or ATTR), b value          SETBLOCK a target, b body, c filters of what it caught
+ *   WITH     a SETs, b body                             FILTERBLOCK b body, c filters; their innermost value is a CAUGHT
  *   MACRO    text name, a parameters (NAME; a default), b body
  *   DICT     b pairs (each a key, b value)              ATTR  a, text    ITEM a[b]    SLICE a[b:c:d]
  *   CALL     a, b arguments (text = keyword, or empty; each wraps its value in a)
@@ -107,6 +108,7 @@ typedef struct {
     ql_jinja_span *span;
     void *user;
     jscope *scope, *root;
+    jvalue caught; /* what a block wrote, for its filters */
     int depth, line;
     int64_t steps;
 } jrun;
@@ -172,6 +174,7 @@ ql_status ql_jtest(jrun *r, jtext name, const jvalue *v, const jargs *a, bool *o
 /* v.name(…) of a string or dict; *known false where there is no such method. */
 ql_status ql_jmethod(jrun *r, const jvalue *v, jtext name, const jargs *a, jvalue *out, bool *known);
 ql_status ql_jattr(jrun *r, const jvalue *v, jtext name, jvalue *out);
+ql_status ql_jbinary(jrun *r, int op, const jvalue *a, const jvalue *b, jvalue *out);
 ql_status ql_jcompare(jrun *r, int op, const jvalue *a, const jvalue *b, bool *out);
 
 #endif

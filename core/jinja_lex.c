@@ -231,13 +231,64 @@ static ql_status lex_tag(jparser *s)
     FAIL_AT(open, QL_EINVAL, "%s", block ? "{% has no %}" : "{{ has no }}");
 }
 
+static const char *skip_blanks(const jparser *s, const char *q)
+{
+    while (q < s->end && blank(*q)) q++;
+    return q;
+}
+
+/* Behind "{%", an optional sign, the word, and the tag's end: how its text reads; p NULL where it is another tag. */
+typedef struct {
+    const char *p;   /* behind "%}" */
+    char open, close; /* signs */
+} bare_tag;
+
+static bare_tag read_bare(const jparser *s, const char *q, const char *word)
+{
+    bare_tag t = {0}, none = {0};
+    size_t n = strlen(word);
+    q += 2;
+    if (q < s->end && (*q == '-' || *q == '+')) t.open = *q++;
+    q = skip_blanks(s, q);
+    if ((size_t)(s->end - q) < n || memcmp(q, word, n) != 0) return none;
+    q = skip_blanks(s, q + n);
+    if (q < s->end && (*q == '-' || *q == '+')) t.close = *q++;
+    if (s->end - q < 2 || q[0] != '%' || q[1] != '}') return none;
+    t.p = q + 2;
+    return t;
+}
+
+/* {% raw %} … {% endraw %}: text as it stands. Only a '-' takes away what follows the first tag; the second is like other blocks. */
+static ql_status lex_raw(jparser *s, bare_tag raw)
+{
+    int line = s->line;
+    bare_tag end = {0};
+    const char *from = raw.close == '-' ? skip_blanks(s, raw.p) : raw.p, *q = from;
+    for (; q + 1 < s->end && !end.p; q += !end.p)
+        if (q[0] == '{' && q[1] == '%') end = read_bare(s, q, "endraw");
+    if (!end.p) FAIL_AT(line, QL_EINVAL, "%s", "{% raw %} has no {% endraw %}");
+    const char *stop = q, *l = q;
+    if (end.open == '-') {
+        while (stop > from && blank(stop[-1])) stop--;
+    } else if (end.open != '+') {
+        while (l > from && blank(l[-1]) && l[-1] != '\n') l--;
+        if ((l > from || from[-1] == '\n') && (l == from || l[-1] == '\n')) stop = l;
+    }
+    if (stop > from) QL_TRY(emit(s, T_DATA, 0, from, (size_t)(stop - from)));
+    advance(s, end.p);
+    after_tag(s, end.p, end.close, true);
+    return QL_OK;
+}
+
 ql_status ql_jlex(jparser *s)
 {
     s->line = 1, s->line_starting = true;
     while (s->p < s->end) {
         QL_TRY(lex_data(s));
         if (s->p >= s->end) break;
-        if (looking_at(s, "{#")) QL_TRY(lex_comment(s));
+        bare_tag raw = looking_at(s, "{%") ? read_bare(s, s->p, "raw") : (bare_tag){0};
+        if (raw.p && raw.close != '+') QL_TRY(lex_raw(s, raw));
+        else if (looking_at(s, "{#")) QL_TRY(lex_comment(s));
         else QL_TRY(lex_tag(s));
     }
     return emit(s, T_END, 0, s->end, 0);

@@ -277,7 +277,7 @@ ql_status ql_jtest(jrun *r, jtext name, const jvalue *v, const jargs *a, bool *o
 static const char *const filters[] = {
     "trim", "tojson", "length", "count", "string", "upper", "lower", "capitalize", "title", "join",
     "default", "d", "safe", "list", "items", "first", "last", "replace", "reject", "select", "selectattr",
-    "rejectattr", "map", "int", "float", "abs", "reverse", "unique"};
+    "rejectattr", "map", "int", "float", "abs", "reverse", "unique", "dictsort"};
 
 bool ql_jfilter_known(jtext name)
 {
@@ -307,6 +307,7 @@ static ql_status pick(jrun *r, jtext name, const jvalue *v, const jargs *a, jval
     jlist *items;
     jargs rest = {0};
     const jtext *path = attr ? text_arg(a, 0, NULL) : NULL;
+    if (!ql_jtruth(v)) return ql_jlist_new(r, out); /* as Jinja has it: none, 0 and the like have no items */
     QL_TRY(ql_jitems(r, v, &items));
     if (attr && !path) return ql_jfail(r, "%.*s needs the name of an attribute", (int)name.n, name.p);
     const jtext *test = a->n > at ? text_arg(a, at, NULL) : NULL;
@@ -330,6 +331,7 @@ static ql_status map(jrun *r, const jvalue *v, const jargs *a, jvalue *out)
     jlist *items;
     const jtext *path = text_arg(a, 99, "attribute"), *name = text_arg(a, 0, NULL);
     jargs rest = {0};
+    if (!ql_jtruth(v)) return ql_jlist_new(r, out);
     QL_TRY(ql_jitems(r, v, &items));
     QL_TRY(ql_jlist_new(r, out));
     if (!path && (!name || !ql_jfilter_known(*name)))
@@ -405,6 +407,37 @@ static ql_status list_filter(jrun *r, jtext name, const jvalue *v, const jargs *
     return QL_OK;
 }
 
+static int by_key(const jvalue *a, const jvalue *b)
+{
+    const jvalue *x = a->list->v, *y = b->list->v;
+    for (size_t i = 0; i < x->s.n && i < y->s.n; i++) {
+        char c = x->s.p[i], d = y->s.p[i];
+        if (c >= 'A' && c <= 'Z') c = (char)(c + 32);
+        if (d >= 'A' && d <= 'Z') d = (char)(d + 32);
+        if (c != d) return c < d ? -1 : 1;
+    }
+    if (x->s.n != y->s.n) return x->s.n < y->s.n ? -1 : 1;
+    return 0;
+}
+
+/* (key, value) pairs by key, upper and lower case alike. */
+static ql_status dict_sort(jrun *r, const jvalue *v, const jargs *a, jvalue *out)
+{
+    if (v->type != V_DICT || a->n || a->n_kw) return ql_jfail(r, "dictsort sorts a dict by its keys; its options are not supported");
+    QL_TRY(dict_items(r, v->dict, 2, out));
+    for (size_t i = 0; i < v->dict->n; i++)
+        for (size_t k = 0; k < v->dict->key[i].n; k++)
+            if (v->dict->key[i].p[k] & 0x80) return ql_jfail(r, "dictsort of keys beyond ASCII is not supported");
+    for (size_t i = 1; i < out->list->n; i++) { /* stable; dicts of templates are short */
+        jvalue x = out->list->v[i];
+        size_t k = i;
+        for (; k && by_key(&out->list->v[k - 1], &x) > 0; k--) out->list->v[k] = out->list->v[k - 1];
+        out->list->v[k] = x;
+        r->steps += (int64_t)(i - k);
+    }
+    return QL_OK;
+}
+
 static ql_status text_filter(jrun *r, jtext name, const jvalue *v, const jargs *a, jvalue *out)
 {
     ql_str s = {0};
@@ -455,6 +488,7 @@ ql_status ql_jfilter(jrun *r, jtext name, const jvalue *v, const jargs *a, jvalu
     if (name.n >= 6 && (memcmp(name.p, "select", 6) == 0 || memcmp(name.p, "reject", 6) == 0))
         return pick(r, name, v, a, out);
     if (jtext_is(name, "map")) return map(r, v, a, out);
+    if (jtext_is(name, "dictsort")) return dict_sort(r, v, a, out);
     if (jtext_is(name, "int") || jtext_is(name, "float")) return to_number(r, v, name.n == 3, out);
     if (jtext_is(name, "abs")) {
         if (v->type == V_INT) out->i = v->i < 0 ? -v->i : v->i;

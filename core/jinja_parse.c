@@ -481,13 +481,58 @@ static ql_status parse_for(jparser *s, jnode **out)
     return QL_OK;
 }
 
+/* | filter | filter(…) of what a block writes. */
+static ql_status parse_caught(jparser *s, jnode **out)
+{
+    QL_TRY(new_node(s, N_CAUGHT, out));
+    for (int links = 0; eat_op(s, '|'); links++) {
+        if (links > DEPTH) FAIL_AT(cur(s)->line, QL_ENOSUP, "%s", "an expression is too long");
+        QL_TRY(parse_filter(s, out));
+    }
+    return QL_OK;
+}
+
+static ql_status parse_filter_block(jparser *s, jnode **out)
+{
+    static const char *const ends[] = {"endfilter", NULL};
+    QL_TRY(new_node(s, N_FILTERBLOCK, out));
+    QL_TRY(new_node(s, N_CAUGHT, &(*out)->c));
+    QL_TRY(parse_filter(s, &(*out)->c));
+    for (int links = 0; eat_op(s, '|'); links++) {
+        if (links > DEPTH) FAIL_AT(cur(s)->line, QL_ENOSUP, "%s", "an expression is too long");
+        QL_TRY(parse_filter(s, &(*out)->c));
+    }
+    QL_TRY(parse_until(s, ends, &(*out)->b));
+    s->at++;
+    return QL_OK;
+}
+
+/* {% with a = 1, b = 2 %}: the values are of the scope outside. */
+static ql_status parse_with(jparser *s, jnode **out)
+{
+    static const char *const ends[] = {"endwith", NULL};
+    QL_TRY(new_node(s, N_WITH, out));
+    for (jnode **tail = &(*out)->a; cur(s)->type == T_NAME; tail = &(*tail)->next) {
+        QL_TRY(new_node(s, N_SET, tail));
+        QL_TRY(new_node(s, N_NAME, &(*tail)->a));
+        (*tail)->a->text = cur(s)->text;
+        s->at++;
+        QL_TRY(want_op(s, '='));
+        QL_TRY(parse_expr(s, &(*tail)->b));
+        if (!eat_op(s, ',')) break;
+    }
+    QL_TRY(parse_until(s, ends, &(*out)->b));
+    s->at++;
+    return QL_OK;
+}
+
 static ql_status parse_set(jparser *s, jnode **out)
 {
     static const char *const ends[] = {"endset", NULL};
     QL_TRY(new_node(s, N_SET, out));
     QL_TRY(parse_target(s, &(*out)->a));
     if (eat_op(s, '=')) return parse_tuple(s, &(*out)->b);
-    if (is_op(s, '|')) FAIL_AT((*out)->line, QL_ENOSUP, "%s", "filters on {% set %} blocks are not supported");
+    if (is_op(s, '|')) QL_TRY(parse_caught(s, &(*out)->c));
     (*out)->kind = N_SETBLOCK;
     QL_TRY(parse_until(s, ends, &(*out)->b));
     s->at++;
@@ -527,6 +572,8 @@ static ql_status parse_statement(jparser *s, jnode **out)
     if (jtext_is(t->text, "if")) return parse_if(s, out);
     if (jtext_is(t->text, "for")) return parse_for(s, out);
     if (jtext_is(t->text, "set")) return parse_set(s, out);
+    if (jtext_is(t->text, "with")) return parse_with(s, out);
+    if (jtext_is(t->text, "filter")) return parse_filter_block(s, out);
     if (jtext_is(t->text, "macro")) return parse_macro(s, out);
     if (jtext_is(t->text, "break")) return new_node(s, N_BREAK, out);
     if (jtext_is(t->text, "continue")) return new_node(s, N_CONTINUE, out);

@@ -3,6 +3,15 @@
 #include "tests/test.h"
 #include "tests/text/gen.h"
 
+#include <time.h>
+
+/* Templates ask for the date: it is always that of the fixtures, noon of 26 July 2024. */
+time_t time(time_t *t)
+{
+    if (t) *t = 1721995200;
+    return 1721995200;
+}
+
 static ql_status read_all(const char *path, ql_str *out)
 {
     FILE *f = fopen(path, "rb");
@@ -70,7 +79,7 @@ TEST(templates_render_as_jinja2_does)
         ql_error_clear();
         checked++;
     }
-    CHECK(checked >= 60 * 2 * 15);
+    CHECK(checked >= 60 * 2 * 27);
     fclose(f), ql_chat_close(chat), ql_chat_text_free(&t), ql_str_free(&lines), ql_str_free(&template);
     for (i = 0; i < n; i++) json_decref(cases[i]);
 }
