@@ -23,7 +23,7 @@ def text(i):
     return gen.string(i).decode("utf-8", "replace")
 
 
-def train(digits, normalizer, size):
+def train(digits, normalizer, size, texts=None):
     tok = Tokenizer(models.BPE())
     tok.normalizer = normalizer
     tok.pre_tokenizer = pre_tokenizers.Sequence([
@@ -32,7 +32,7 @@ def train(digits, normalizer, size):
     tok.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
                                   show_progress=False)
-    tok.train_from_iterator((text(10**6 + i) for i in range(20000)), trainer)
+    tok.train_from_iterator(texts or (text(10**6 + i) for i in range(20000)), trainer)
     return tok
 
 
@@ -111,4 +111,5 @@ def main():
             f.write("\n".join(lines) + "\n")
 
 
-main()
+if __name__ == "__main__":
+    main()
