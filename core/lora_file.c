@@ -1,5 +1,6 @@
 /* PEFT's adapter folders. */
 #include "core/file.h"
+#include "core/hub.h"
 #include "core/json.h"
 #include "core/lora.h"
 #include "kernels/half.h"
@@ -67,7 +68,8 @@ out:
 static ql_status save_card(const ql_lora *l, const char *folder)
 {
     char path[QL_PATH_MAX], text[QL_PATH_MAX + 512];
-    const char *base = l->cfg.base ? l->cfg.base : "";
+    /* A folder of this machine is no base that the hub knows: it refuses cards that name one. */
+    const char *base = l->cfg.base && ql_hub_is_repo(l->cfg.base) ? l->cfg.base : "";
     json_t *quoted = json_string(base);
     char *name = quoted ? json_dumps(quoted, JSON_ENCODE_ANY) : NULL;
     json_decref(quoted);
@@ -76,11 +78,11 @@ static ql_status save_card(const ql_lora *l, const char *folder)
         QL_FAIL(QL_EINVAL, "a base model's name of %zu bytes cannot be written", strlen(base));
     }
     int n = snprintf(text, sizeof text,
-                     "---\nbase_model: %s\nlibrary_name: peft\npipeline_tag: "
+                     "---\n%s%s%slibrary_name: peft\npipeline_tag: "
                      "text-generation\ntags:\n- lora\n---\n\n"
                      "LoRA adapter: rank %lld, alpha %g, %lld parameters. Load it with "
                      "`PeftModel.from_pretrained(base, folder)`.\n",
-                     name, (long long)l->cfg.r, l->cfg.alpha, (long long)l->params);
+                     *base ? "base_model: " : "", *base ? name : "", *base ? "\n" : "", (long long)l->cfg.r, l->cfg.alpha, (long long)l->params);
     free(name);
     QL_TRY(ql_path_join(path, folder, "README.md"));
     return ql_file_save(path, text, (size_t)n);

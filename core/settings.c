@@ -21,7 +21,7 @@
 #define NO_EFFECT   "accepted, has no effect here"
 #define ALWAYS      "accepted: always so here"
 #define NO_REPORT   "accepted, nothing is sent anywhere: the run's folder holds events.jsonl and trainer_state.json"
-#define NO_HUB      "accepted, nothing is pushed: the run's folder is an ordinary PEFT folder"
+#define NO_HUB      "accepted, nothing is pushed while training: %qlora save --push_to_hub NAME does it"
 #define NO_LOADER   "accepted, has no effect: batches are made by the engine itself"
 #define NO_TORCH    "accepted, has no effect: there is no torch in the engine; kernels are compiled ahead"
 #define NO_DDP      "accepted, has no effect: ranks are the engine's own (--devices, --fsdp)"

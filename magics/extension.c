@@ -129,6 +129,21 @@ static ql_status host_variable(void *self, const char *name, const char *folder,
     return QL_OK;
 }
 
+static ql_status host_push(void *self, const json_t *what, json_t **out)
+{
+    (void)self;
+    PyObject *text = json_to_python(what), *r = text ? PyObject_CallMethod(the.host, "push", "O", text) : NULL;
+    Py_XDECREF(text);
+    if (!r) {
+        QL_TRY(keep_exception("the upload"));
+        QL_FAIL(QL_ESTOP, "stopped while uploading to %s; what is saved in %s stays", ql_jstr(what, "repo", ""), ql_jstr(what, "folder", ""));
+    }
+    *out = json_from_python(r);
+    Py_DECREF(r);
+    PyErr_Clear();
+    return QL_OK;
+}
+
 static json_t *host_json(const char *method)
 {
     PyObject *r = PyObject_CallMethod(the.host, method, NULL);
@@ -210,6 +225,7 @@ static PyObject *core_open(PyObject *module, PyObject *args)
                  .variable = host_variable,
                  .libraries = host_libraries,
                  .hub = host_hub,
+                 .push = host_push,
                  .event = host_event};
     ql_magics_options o = {.engine = engine,
                            .runs = runs,

@@ -37,6 +37,8 @@ typedef struct {
     /* How to reach the hub, asked at each download: {"cache": folder, "endpoint", "token", "offline"}, all but the first may be
      * missing. NULL: names on the hub are not looked up. */
     json_t *(*hub)(void *self);
+    /* Uploads a folder's files: {"folder", "repo", "private", "files": [patterns]} → {"url", "commit"}. NULL: not from here. */
+    ql_status (*push)(void *self, const json_t *what, json_t **out);
     /* Every event of a training as the engine sends it (core/qlora.h), for hosts that follow it themselves. NULL: none does. */
     ql_status (*event)(void *self, const json_t *event);
 } ql_host;

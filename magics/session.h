@@ -49,6 +49,10 @@ ql_status ql_session_fetch(ql_magics *m, ql_fetch_what what, const char *name, c
 ql_status ql_session_adapter_folder(const char *run, char **folder);
 /* Sends cmd with a live view for loading and progress; name: what is written on it. record: NULL, or all that was seen. */
 ql_status ql_session_ask(ql_magics *m, json_t *cmd, const char *name, json_t **result, json_t **record);
+/* --push_to_hub, where it is given: whether this host can, asked before any work; then the upload, which leaves data["hub"], and the view's line. */
+ql_status ql_session_may_push(const ql_magics *m, const ql_call *call);
+ql_status ql_session_push(ql_magics *m, const ql_call *call, const char *folder, const char *const *patterns, json_t *data);
+void ql_push_note(ql_view *v, const json_t *data);
 json_t *ql_read_json_file(const char *path); /* NULL and an error text */
 
 ql_status ql_verb_info(ql_magics *m, const ql_call *call, json_t **out);

@@ -104,6 +104,7 @@ static json_t *view(const json_t *r)
     if (*ql_jstr(r, "not_compared", "")) ql_view_warn(&v, ql_jstr(r, "not_compared", ""));
     ql_buf_printf(&code, "from transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_pretrained(\"%s\", dtype=\"auto\")", folder);
     ql_view_code(&v, ql_buf_str(&code));
+    ql_push_note(&v, r);
     ql_buf_free(&code);
     return ql_view_bundle(&v, r);
 }
@@ -114,7 +115,9 @@ ql_status ql_verb_merge(ql_magics *m, const ql_call *call, json_t **out)
     char *run = NULL, *adapter = NULL, *from = NULL;
     ql_job *job = NULL;
     json_t *cmd = NULL, *result = NULL;
+    static const char *const pushed[] = {"*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.md", NULL};
     ql_status st = QL_OK;
+    QL_TRY(ql_session_may_push(m, call));
     QL_TRY(ql_session_run_path(m, ql_call_str(call, "run", NULL), &run));
     QL_GO(ql_session_adapter_folder(run, &adapter));
     QL_GO(ql_session_run_job(m, run, &job));
@@ -125,6 +128,7 @@ ql_status ql_verb_merge(ql_magics *m, const ql_call *call, json_t **out)
     QL_GO(ql_session_ask(m, cmd, "merge", &result, NULL));
     json_object_set_new(result, "in_4bit", json_boolean(ql_job_bool(job, "load_in_4bit")));
     QL_GO(compare(m, job, adapter, folder, result));
+    QL_GO(ql_session_push(m, call, folder, pushed, result));
     st = ql_result("merged", folder, json_incref(result), view(result), out);
 out:
     ql_job_free(job);

@@ -171,16 +171,20 @@ static json_t *save_view(const char *folder, const char *base, double bytes, jso
                   "AutoModelForCausalLM.from_pretrained(\"%s\"),\n    \"%s\")",
                   base, folder);
     ql_view_code(&v, ql_buf_str(&code));
+    ql_push_note(&v, data);
     ql_buf_free(&code);
     return ql_view_bundle(&v, data);
 }
 
 ql_status ql_verb_save(ql_magics *m, const ql_call *call, json_t **out)
 {
-    static const char *const files[] = {"adapter_model.safetensors", "adapter_config.json"};
+    static const char *const files[] = {"adapter_model.safetensors", "adapter_config.json"},
+                      *const pushed[] = {"adapter_model.safetensors", "adapter_config.json", "README.md", NULL};
+    json_t *data = NULL;
     char *path = NULL, *from = NULL, *to = NULL, *a = NULL, *b = NULL;
     struct stat s = {0};
     ql_status st = QL_OK;
+    QL_TRY(ql_session_may_push(m, call));
     QL_TRY(ql_session_run_path(m, ql_call_str(call, "run", NULL), &path));
     QL_GO(ql_session_adapter_folder(path, &from));
     if (!(to = strdup(call->n_args && *call->args[0] ? call->args[0] : from)))
@@ -196,11 +200,12 @@ ql_status ql_verb_save(ql_magics *m, const ql_call *call, json_t **out)
         if (i == 0 && stat(b, &s) < 0) QL_GO(ql_fail(QL_EIO, "%s: %s", b, strerror(errno)));
     }
     const char *base = ql_job_str(m->job, "model");
-    json_t *data =
-        json_pack("{s:s, s:s, s:I}", "path", to, "from", from, "bytes", (json_int_t)s.st_size);
-    st = ql_result("saved", to, data, save_view(to, base ? base : "MODEL", (double)s.st_size, data),
-                   out);
+    data = json_pack("{s:s, s:s, s:I}", "path", to, "from", from, "bytes", (json_int_t)s.st_size);
+    if (!data) QL_GO(ql_fail(QL_EINVAL, "save: names must be UTF-8"));
+    QL_GO(ql_session_push(m, call, from, pushed, data));
+    st = ql_result("saved", to, json_incref(data), save_view(to, base ? base : "MODEL", (double)s.st_size, data), out);
 out:
+    json_decref(data);
     free(path);
     free(from);
     free(to);

@@ -52,12 +52,17 @@ static const ql_option plot_options[] = {
 static const ql_option baseline_options[] = {
     {"steps", QL_ARG_INT, "20", NULL, "how many steps of the same schedule"}, {0}};
 static const ql_option save_options[] = {
-    {"run", QL_ARG_RUN, NULL, NULL, "whose adapter; default: the last run's"}, {0}};
+    {"run", QL_ARG_RUN, NULL, NULL, "whose adapter; default: the last run's"},
+    {"push_to_hub", QL_ARG_TEXT, NULL, NULL, "also upload it to this repository, which is made where it is missing"},
+    {"private", QL_ARG_FLAG, NULL, NULL, "a repository that is made is private"},
+    {0}};
 
 static const ql_option merge_options[] = {
     {"run", QL_ARG_RUN, NULL, NULL, "whose adapter; default: the last run's"},
     {"original", QL_ARG_MODEL, NULL, NULL, "the 16-bit model that the 4-bit base was made from"},
     {"dtype", QL_ARG_CHOICE, "auto", "auto|float16|bfloat16", "of the result; auto: the model's own"},
+    {"push_to_hub", QL_ARG_TEXT, NULL, NULL, "also upload it to this repository, which is made where it is missing"},
+    {"private", QL_ARG_FLAG, NULL, NULL, "a repository that is made is private"},
     {0}};
 
 static const ql_verb table[] = {
@@ -124,8 +129,9 @@ static const ql_verb table[] = {
      "prove a run: base bytes per device, hashes against the file, the adapter reloaded", NULL,
      "%qlora verify run-1"},
     {"save", "[FOLDER]", QL_ARG_PATH, 0, 1, QL_BODY_NONE, QL_TAKES_NONE, save_options, ql_verb_save,
-     "put the adapter where PEFT loads it", NULL,
-     "%qlora save my-adapter\n%qlora save my-adapter --run run-1"},
+     "put the adapter where PEFT loads it; on the hub, too",
+     "--push_to_hub uploads with Python's huggingface_hub; the token is HF_TOKEN, else the one of `hf auth login`, else Kaggle's secret.",
+     "%qlora save my-adapter\n%qlora save my-adapter --run run-1\n%qlora save --push_to_hub you/my-adapter"},
     {"merge", "FOLDER", QL_ARG_PATH, 1, 1, QL_BODY_NONE, QL_TAKES_NONE, merge_options, ql_verb_merge,
      "put the adapter into the model: 16-bit safetensors that need no adapter",
      "Into the 16-bit weights of --original, else into the model's own; those of a 4-bit file are decoded. "

@@ -148,6 +148,74 @@ def test_formatting_func_and_lists():
     assert a.run.loss == b.run.loss
 
 
+def test_eval_datasets_and_formatting_func():
+    """formatting_func makes both sets' texts; evaluate takes another set, and another prefix."""
+    data = [{"q": f"question {i}", "a": f"answer {i}"} for i in range(32)]
+    func = {"formatting_func": lambda r: f"{r['q']}\n{r['a']}"}
+    t = trainer(args=sft(eval_strategy="steps", eval_steps=3), train_dataset=data, eval_dataset=data[:8], **func)
+    out = t.train()
+    plain = trainer(args=sft(output_dir="out-b", eval_strategy="steps", eval_steps=3), eval_dataset=[{"text": f"{r['q']}\n{r['a']}"} for r in data[:8]],
+                    train_dataset=[{"text": f"{r['q']}\n{r['a']}"} for r in data])
+    plain.train()
+    losses = [[r["eval_loss"] for r in x.state.log_history if "eval_loss" in r] for x in (t, plain)]
+    assert len(losses[0]) == 2 and losses[0] == losses[1]
+    assert out.metrics["train_runtime"] > 0 and out.metrics["train_loss"] == out.training_loss and "train_samples_per_second" in out.metrics
+    own = t.evaluate()["eval_loss"]
+    other = t.evaluate(data[8:24], metric_key_prefix="test")
+    assert set(other) >= {"test_loss", "test_runtime"} and other["test_loss"] != own
+    assert t.evaluate()["eval_loss"] == own, "another set was for one call"
+    with pytest.raises(qlora.Error, match="one a name of its own"):
+        trainer(eval_dataset={"a": rows(), "b": rows()}).train()
+
+
+def test_early_stopping(folder):
+    """transformers' own callback, which reads state.best_metric: no evaluation is better by 10."""
+    t = trainer(args=sft(max_steps=200, eval_strategy="steps", eval_steps=2, save_steps=2, load_best_model_at_end=True, logging_steps=1,
+                         metric_for_best_model="eval_loss", save_total_limit=2), eval_dataset=rows().select(range(4)),
+                callbacks=[transformers.EarlyStoppingCallback(3, 10.0)])
+    out = t.train()
+    assert 8 <= out.global_step < 200
+    losses = [r["eval_loss"] for r in t.state.log_history if "eval_loss" in r]
+    assert t.state.best_metric == min(losses)
+    assert out.metrics["train_runtime"] > 0
+
+
+def test_what_has_no_effect_is_said(folder):
+    class Greedy(TrainerCallback):
+        def on_step_end(self, args, state, control, **k):
+            control.should_save = control.should_evaluate = True
+
+    with pytest.warns(UserWarning, match="not honoured: dataloader_num_workers=2"):
+        t = trainer(args=sft(dataloader_num_workers=2, save_strategy="no"))
+    t.add_callback(Greedy())
+    with pytest.warns(UserWarning, match="control.should_save at step 1; save_steps says when"):
+        t.train()
+    t.remove_callback(Greedy)
+    t.save_state()
+    t.save_metrics("train", {"train_loss": 1.5})
+    assert (folder / "out" / "trainer_state.json").exists() and '"train_loss": 1.5' in (folder / "out" / "all_results.json").read_text()
+    for name in ("predict", "create_optimizer", "accelerator"):
+        assert not hasattr(t, name)
+    with pytest.raises(AttributeError, match="no torch model or optimizer"):
+        t.predict([])
+
+
+def test_the_tokenizer_that_is_given():
+    """Its chat template and end of text are used; that it lies elsewhere is said."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    chats = [{"messages": [{"role": "user", "content": f"What is {i}?"}, {"role": "assistant", "content": f"It is {i}."}]} for i in range(16)]
+    a = trainer(train_dataset=chats)
+    b = trainer(args=sft(output_dir="b"), train_dataset=chats, processing_class=tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    c = trainer(args=sft(output_dir="c"), train_dataset=chats, processing_class=tokenizer)
+    for t in (a, b, c):
+        t.train()
+    assert a.run.loss == b.run.loss and a.run.loss != c.run.loss
+    tokenizer.name_or_path = "someone/else"
+    with pytest.warns(UserWarning, match="someone/else.*in the model's own folder is read"):
+        trainer(processing_class=tokenizer)
+
+
 def test_what_cannot_be():
     with pytest.raises(qlora.Error, match="takes no compute_metrics"):
         trainer(compute_metrics=lambda p: {})

@@ -165,7 +165,7 @@ class _Host:
     """What the C side asks of Python; called on the cell's own thread only."""
 
     ip = None
-    in_rows = False          # reading a variable's rows, which may be endless: a Stop is raised there
+    in_calls = False         # in others' code (rows of a variable, an upload), which may not end: a Stop is raised there
 
     def show(self, text, ident, update):
         bundle = _json.loads(text)
@@ -199,12 +199,12 @@ class _Host:
         spaces.append(getattr(_sys.modules.get("__main__"), "__dict__", {}))
         for space in spaces:
             if name in space:
-                self.in_rows = True
+                self.in_calls = True
                 try:
                     rows = _rows(name, space[name])
                     return _json.dumps(_write_rows(name, rows, folder)) if rows is not None else None
                 finally:
-                    self.in_rows = False
+                    self.in_calls = False
         return None
 
     def hub(self):
@@ -223,6 +223,31 @@ class _Host:
                 pass
         return _json.dumps({"cache": _hub_cache(), "endpoint": env.get("HF_ENDPOINT"),
                             "token": token or None, "offline": env.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")})
+
+    def push(self, text):
+        """Uploads a folder with the hub's own client: {"folder", "repo", "private", "files"} → {"url", "commit"}."""
+        what, hub = _json.loads(text), _json.loads(self.hub())
+        saved = f"{what['folder']} is saved and can be pushed later"
+        if hub["offline"]:
+            raise Error(f"HF_HUB_OFFLINE is set; {saved}")
+        try:
+            from huggingface_hub import HfApi
+        except ImportError:
+            raise Error(f"--push_to_hub uploads with huggingface_hub: pip install huggingface_hub. {saved}") from None
+        if not hub["token"]:
+            raise Error(f"--push_to_hub needs a token that may write (huggingface.co/settings/tokens) in HF_TOKEN, by `hf auth login`, or in Kaggle's secrets. {saved}")
+        self.in_calls = True
+        try:
+            api = HfApi(endpoint=hub["endpoint"], token=hub["token"])
+            repo = api.create_repo(what["repo"], private=what["private"] or None, exist_ok=True)
+            info = api.upload_folder(repo_id=repo.repo_id, folder_path=what["folder"], allow_patterns=what["files"],
+                                     commit_message="Upload from qlora")
+        except Exception as error:
+            reason = str(error).replace(hub["token"], "hf_…")  # never shown, whoever's message it is
+            raise Error(f"{what['repo']}: {reason}. {saved}") from None
+        finally:
+            self.in_calls = False
+        return _json.dumps({"url": str(repo), "repo": repo.repo_id, "commit": info.oid})
 
     def libraries(self):
         from importlib import metadata
@@ -267,7 +292,7 @@ def _stoppable(line, body):
     """Runs a verb while Stop is counted, not raised: a KeyboardInterrupt that happens to be raised in a weak reference's
     callback (matplotlib has many) is printed and lost, and the training would go on."""
     def stop(signum, frame):
-        if _host.in_rows:
+        if _host.in_calls:
             raise KeyboardInterrupt
         _core.press()
     try:

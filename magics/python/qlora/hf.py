@@ -12,13 +12,16 @@ import hashlib
 import json
 import shutil
 import tempfile
+import time
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
 from . import Error, _clean, _core, _rows, _write_rows, run
 
 # Set by transformers itself, or by this module in another way.
-ELSEWHERE = {"formatting_func", "resume_from_checkpoint", "model_init_kwargs", "hub_token", "push_to_hub_token"}
+ELSEWHERE = {"formatting_func", "resume_from_checkpoint", "model_init_kwargs", "hub_token", "push_to_hub_token", "push_to_hub", "hub_model_id",
+             "hub_private_repo", "do_train", "do_eval"}
 
 
 class Job(dict):
@@ -153,7 +156,12 @@ class TrainOutput(tuple):
 
 class SFTTrainer:
     """TRL's trainer, its work done by the engine. model: a name, a folder, or a loaded model (then its name is what counts, and
-    the adapter that a PeftModel carries, fresh or from_pretrained, is what training starts from)."""
+    the adapter that a PeftModel carries, fresh or from_pretrained, is what training starts from).
+
+    Has train, evaluate, save_model, save_state, push_to_hub, add_callback, remove_callback, log_metrics, save_metrics, state, args and run
+    (the engine's own record). Arguments that have no effect are warned about, and are in .job.ignored; what cannot be done is an error.
+    Callbacks see steps, logs, evaluations and checkpoints after the engine has done them: control.should_training_stop ends the run after
+    the step that is under way; should_save, should_evaluate and should_log cannot ask for more than args do, and are warned about."""
 
     def __init__(self, model, args=None, train_dataset=None, eval_dataset=None, peft_config=None, formatting_func=None, callbacks=None,
                  quantization_config=None, **others):
@@ -169,10 +177,19 @@ class SFTTrainer:
             if name in self._init:
                 self.job["dtype" if "dtype" in name else name] = _value(self._init.pop(name))
         self.job.ignored += [f"model_init_kwargs {k}={v!r}: unknown to this engine" for k, v in self._init.items()]
+        tokenizer = others.pop("processing_class", None) or others.pop("tokenizer", None)
+        for name in ("chat_template", "eos_token"):
+            if isinstance(getattr(tokenizer, name, None), str):
+                self.job.setdefault(name, getattr(tokenizer, name))
+        if tokenizer is not None and getattr(tokenizer, "name_or_path", "") not in ("", self.model_name):
+            self.job.ignored.append(f"processing_class={tokenizer.name_or_path!r}: the tokenizer in the model's own folder is read, with this "
+                                    "one's chat template and end of text")
         for name, value in others.items():
-            if value not in (None, (None, None)) and name not in ("processing_class", "tokenizer"):
+            if value is not None and not (isinstance(value, tuple) and not any(value)):
                 raise Error(f"SFTTrainer takes no {name}: the engine makes batches, optimizer and schedule from args")
-        self._data = [("train", train_dataset), ("eval", eval_dataset)]
+        for text in self.job.ignored:
+            warnings.warn("qlora: not honoured: " + text, stacklevel=2)
+        self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, tokenizer
         self._format = formatting_func
         self._follow = _Follower(args, callbacks)
         self.state, self.control = self._follow.state, self._follow.control
@@ -181,11 +198,12 @@ class SFTTrainer:
         """Model, settings and data as the verbs take them."""
         job = {"data": None, "eval_dataset": None, **self.job}  # a reset keeps the notebook's own data
         folder = Path(job.get("output_dir") or "runs").parent
-        for name, rows in self._data:
+        for name, rows in (("train", self.train_dataset), ("eval", self.eval_dataset)):
             if rows is not None:
                 job["data" if name == "train" else "eval_dataset"] = self._path(name, rows, folder)
         if self._peft is not None and "adapter" not in job:
             job["adapter"] = _adapter(self._peft, folder)
+        run("config", reset=True)  # what an earlier trainer set, its adapter before all, is not this one's
         run("load", self.model_name)
         return run("config", body=json.dumps(job), reset=True)
 
@@ -204,10 +222,13 @@ class SFTTrainer:
             found = ({field: text} for row in found for text in _texts(self._format(row)))
         return _write_rows(name, found, folder)["path"]
 
-    def train(self, resume_from_checkpoint=None):
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
+        if trial is not None:
+            raise Error("SFTTrainer.train takes no trial: a search over settings is a loop of trainers")
         resume = resume_from_checkpoint if resume_from_checkpoint is not None else getattr(self.args, "resume_from_checkpoint", None)
         self._prepare()
         self._follow.begin()
+        began = time.monotonic()
         _core.listen(self._follow.event)
         try:
             if resume:
@@ -221,25 +242,76 @@ class SFTTrainer:
         finally:
             _core.listen(None)
         self._follow.end()
-        metrics = {k: v for k, v in (self.state.log_history[-1] if self.state.log_history else {}).items() if k.startswith("train_")}
+        last = next((r for r in reversed(self.state.log_history) if "train_runtime" in r), None)
+        if last is None:  # stopped: no last record is written
+            last = {"train_runtime": round(time.monotonic() - began, 4), "epoch": self.state.epoch}
+        metrics = {k: v for k, v in last.items() if k != "step"}
         loss = metrics.get("train_loss")
         if loss is None:
             losses = [x for x in self.run.loss if x is not None]
             loss = sum(losses) / len(losses) if losses else None
         return TrainOutput((self.state.global_step, loss, metrics))
 
-    def evaluate(self):
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         if self.run is None:
             self._prepare()
-        metrics = dict(run("eval", self.run.path if self.run is not None else "none"))
-        metrics = {k: v for k, v in metrics.items() if k.startswith("eval_") or k == "epoch"}
+        other = {}
+        if eval_dataset is not None:
+            other["eval_dataset"] = self._path("eval", eval_dataset, Path(self.job.get("output_dir") or "runs").parent)
+        found = run("eval", self.run.path if self.run is not None else "none", **other)
+        metrics = {k.replace("eval", metric_key_prefix, 1): v for k, v in found.items() if k.startswith("eval_")}
+        metrics.update({k: v for k, v in found.items() if k == "epoch"})
         self._follow.call("on_evaluate", metrics=metrics)
         return metrics
 
-    def save_model(self, output_dir=None):
+    def _trained(self):
         if self.run is None:
             raise Error("nothing is trained yet: .train() first")
-        run("save", *([str(output_dir)] if output_dir else []), run=str(self.run.path))
+        return str(self.run.path)
+
+    def _folder(self):
+        folder = Path(getattr(self.args, "output_dir", None) or self._trained())
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def save_model(self, output_dir=None):
+        run("save", *([str(output_dir)] if output_dir else []), run=self._trained())
+        if getattr(self.args, "push_to_hub", False):
+            self.push_to_hub()
+
+    def push_to_hub(self):
+        """Uploads the adapter to args.hub_model_id, else to the name of output_dir; gives its address. The token: HF_TOKEN."""
+        path = self._trained()
+        name = getattr(self.args, "hub_model_id", None) or Path(getattr(self.args, "output_dir", None) or path).name
+        private = {"private": True} if getattr(self.args, "hub_private_repo", None) else {}
+        return run("save", run=path, push_to_hub=name, **private)["hub"]["url"]
+
+    def save_state(self):
+        """trainer_state.json where transformers puts it; the run's folder has the engine's own."""
+        path = self._folder() / "trainer_state.json"
+        if hasattr(self.state, "save_to_json"):
+            self.state.save_to_json(str(path))
+
+    def log_metrics(self, split, metrics):
+        print(f"***** {split} metrics *****")
+        for key in sorted(metrics):
+            print(f"  {key:26} = {metrics[key]}")
+
+    def save_metrics(self, split, metrics, combined=True):
+        for name in [split] + ["all"] * bool(combined):
+            path = self._folder() / f"{name}_results.json"
+            old = json.loads(path.read_text()) if name == "all" and path.exists() else {}
+            path.write_text(json.dumps({**old, **_clean(metrics)}, indent=4, sort_keys=True))
+
+    def add_callback(self, callback):
+        self._follow.callbacks().add_callback(callback)
+
+    def remove_callback(self, callback):
+        self._follow.callbacks().remove_callback(callback)
+
+    def __getattr__(self, name):
+        raise AttributeError(f"qlora.SFTTrainer has no {name}: the engine trains, and no torch model or optimizer is in this process. "
+                             "It has train, evaluate, save_model, save_state, push_to_hub, add_callback, state and run")
 
     @property
     def model(self):
@@ -295,6 +367,7 @@ class _Follower:
             self.state = _Namespace(global_step=0, max_steps=0, epoch=0.0, log_history=[], best_metric=None)
             self.control = _Namespace(should_training_stop=False)
         else:
+            self.plain = DefaultFlowCallback()
             made = [c() if isinstance(c, type) else c for c in callbacks or []]
             self.handler = CallbackHandler([DefaultFlowCallback(), *made], None, None, None, None) if args is not None else None
             if made and args is None:
@@ -303,6 +376,11 @@ class _Follower:
         self.args = args
         if self.handler:
             self.call("on_init_end")
+
+    def callbacks(self):
+        if self.handler is None:
+            raise Error("callbacks are transformers' own, and need args: SFTConfig(...) or TrainingArguments(...)")
+        return self.handler
 
     def call(self, name, **more):
         if self.handler is None:
@@ -315,6 +393,8 @@ class _Follower:
         self.state.log_history, self.state.global_step = [], 0
         self.losses, self.began, self.stopping, self.path = [], False, False, None
         self.control.should_training_stop = False
+        self.state.best_metric = self.state.best_model_checkpoint = None
+        self.warned = set()
 
     def event(self, text):
         """True: a callback asked to stop."""
@@ -354,11 +434,23 @@ class _Follower:
         if ev.get("loss") is not None:
             self.losses.append(ev["loss"])
         self.call("on_step_end")
+        self._more_than_asked()
         if self.handler is None or self.control.should_log:
             logs = {"loss": sum(self.losses) / len(self.losses) if self.losses else None}
             logs.update({k: ev.get(k) for k in ("grad_norm", "learning_rate", "epoch")})
             self.losses = []
             self._log(logs)
+
+    def _more_than_asked(self):
+        """What a callback asks for at a step where args do not: the engine is past it."""
+        if self.handler is None:
+            return
+        plain = self.plain.on_step_end(self.args, self.state, type(self.control)())
+        for flag, setting in (("should_save", "save_steps"), ("should_evaluate", "eval_steps"), ("should_log", "logging_steps")):
+            if getattr(self.control, flag) and not getattr(plain, flag) and flag not in self.warned:
+                self.warned.add(flag)
+                warnings.warn(f"qlora: not honoured: a callback set control.{flag} at step {self.state.global_step}; {setting} says when", stacklevel=2)
+            setattr(self.control, flag, getattr(plain, flag))
 
     def _log(self, logs):
         self.state.log_history.append(dict(logs, step=self.state.global_step))
@@ -368,22 +460,32 @@ class _Follower:
         metrics = {k: v for k, v in ev.items() if k.startswith("eval_")}
         self._log(dict(metrics, epoch=self.state.epoch))
         self.call("on_evaluate", metrics=metrics)
+        self._best(metrics.get("eval_loss"))
+
+    def _best(self, loss):
+        """As Trainer keeps it, after the callbacks; EarlyStoppingCallback reads it at the next evaluation."""
+        if loss is None or not getattr(self.args, "metric_for_best_model", None):
+            return
+        best = self.state.best_metric
+        if best is None or (loss > best if getattr(self.args, "greater_is_better", None) else loss < best):
+            self.state.best_metric, self.state.best_global_step = loss, self.state.global_step
 
     def on_checkpoint(self, ev):
         self.call("on_save")
 
     def end(self):
         """The engine's own records, the ones that its trainer_state.json holds, are the last word."""
-        for folder in sorted(Path(self.path).glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]), reverse=True) if self.path else ():
+        checkpoints = sorted(Path(self.path).glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]), reverse=True) if self.path else []
+        for folder in [Path(self.path), *checkpoints[:1]] if self.path else ():
             try:
                 state = json.loads((folder / "trainer_state.json").read_text())
             except (OSError, ValueError):
                 continue
             if state.get("global_step") == self.state.global_step:
                 self.state.log_history = state["log_history"]
-                self.state.best_metric = state.get("best_metric")
-                self.state.best_model_checkpoint = state.get("best_model_checkpoint")
-            break
+                for name in ("best_metric", "best_model_checkpoint", "best_global_step"):
+                    setattr(self.state, name, state.get(name))
+                break
         if self.began and self.epoch >= 0:
             self.call("on_epoch_end")
         self.call("on_train_end")
