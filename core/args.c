@@ -81,6 +81,7 @@ static ql_status read_update(const ql_job *job, ql_args *a)
     /* torch's GradScaler (formats 5.7) */
     a->clip = (ql_clip){.max_norm = (float)ql_job_float(job, "max_grad_norm"), .growth_factor = 2, .backoff_factor = 0.5f, .growth_interval = 2000};
     a->loss_scale = 65536;
+    a->unshifted = is(job, "loss_denominator", "hf_unshifted");
     a->label_smoothing = ql_job_float(job, "label_smoothing_factor");
     return ql_lr_init(ql_job_str(job, "lr_scheduler_type"), ql_job_get(job, "lr_scheduler_kwargs"), ql_job_float(job, "learning_rate"), &a->lr);
 }

@@ -35,6 +35,7 @@ typedef struct {
     ql_clip clip;          /* scaling 0, lr NULL: the engine knows dtype and steps */
     float loss_scale;      /* where an fp16 run begins */
     double label_smoothing;
+    bool unshifted;        /* loss_denominator: labels that count, not targets (transformers before mid-2026) */
     /* where things rest */
     ql_devices devices;
     ql_fsdp fsdp;

@@ -544,14 +544,17 @@ bool ql_linear_bias(const ql_config *c, ql_linear w)
     return w < QL_O ? c->qkv_bias : c->mlp_bias;
 }
 
-bool ql_config_skips(const ql_config *c, int64_t layer, ql_linear w)
+bool ql_linear_named(const char *part, int64_t layer, ql_linear w)
 {
     char full[96], entry[96];
     snprintf(full, sizeof full, "model.layers.%lld.%s.", (long long)layer, ql_linear_module(w));
-    for (int i = 0; i < c->quant.skips; i++) {
-        if (c->quant.skip[i][0] == 0) continue;
-        int n = snprintf(entry, sizeof entry, "%s.", c->quant.skip[i]);
-        if (n < (int)sizeof entry && strstr(full, entry)) return true;
-    }
-    return false;
+    int n = snprintf(entry, sizeof entry, "%s.", part);
+    return n > 1 && n < (int)sizeof entry && strstr(full, entry);
+}
+
+bool ql_config_skips(const ql_config *c, int64_t layer, ql_linear w)
+{
+    bool hit = false;
+    for (int i = 0; i < c->quant.skips; i++) hit |= ql_linear_named(c->quant.skip[i], layer, w);
+    return hit;
 }

@@ -69,7 +69,7 @@ typedef struct {
 void ql_example_free(ql_example *e);
 
 typedef struct ql_formatter ql_formatter;
-/* Recognises the rows by the first one. The tokenizer must outlive the formatter. */
+/* Recognises the rows by the first one. The tokenizer must outlive the formatter; NULL: rows of ids only. */
 ql_status ql_formatter_new(ql_tok *tok, const json_t *first_row, const ql_data_options *o,
                            ql_formatter **out) QL_MUST_USE;
 void ql_formatter_free(ql_formatter *f);

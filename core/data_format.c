@@ -73,6 +73,11 @@ ql_status ql_formatter_new(ql_tok *tok, const json_t *first_row, const ql_data_o
     f->eos = o->eos_token ? o->eos_token : names->eos_token;
     f->kind = recognise(first_row, f->text_field);
     if (f->kind == QL_ROW_UNKNOWN) QL_GO(unknown_columns(first_row));
+    if (!tok && f->kind != QL_ROW_IDS) {
+        st = ql_fail(QL_EINVAL, "the model's folder has no tokenizer.json (transformers writes it with save_pretrained): without it the data must "
+                                "be rows of input_ids, and these are %s", ql_row_kind_name(f->kind));
+        goto out;
+    }
     if (f->kind == QL_ROW_TEXT && o->loss_on == QL_LOSS_RESPONSES) {
         st = ql_fail(QL_EINVAL, "the column '%s' is plain text: there are no responses to train on alone", f->text_field);
         goto out;

@@ -11,7 +11,7 @@ static size_t characters(const ql_str *s)
     return n;
 }
 
-/* A sample's text, and the spans of equal masks in it. */
+/* A sample's text (its ids where there is no tokenizer), and the spans of equal masks in it. */
 static ql_status sample(const ql_dataset *d, const ql_tok *tok, int64_t i, json_t **out)
 {
     int64_t n;
@@ -24,7 +24,8 @@ static ql_status sample(const ql_dataset *d, const ql_tok *tok, int64_t i, json_
     size_t from = 0;
     for (int64_t a = 0, b; a < n && st == QL_OK && !bad; a = b) {
         for (b = a; b < n && (t[b] & QL_MASKED) == (t[a] & QL_MASKED); b++) ids[b] = (int32_t)(t[b] & ~QL_MASKED);
-        st = ql_tok_decode(tok, ids + a, (size_t)(b - a), QL_TOK_SPECIALS, &s);
+        if (tok) st = ql_tok_decode(tok, ids + a, (size_t)(b - a), QL_TOK_SPECIALS, &s);
+        for (int64_t k = a; !tok && k < b && st == QL_OK; k++) st = ql_str_printf(&s, k ? " %d" : "%d", (int)ids[k]);
         size_t to = characters(&s);
         bad = json_array_append_new(spans, json_pack("[I,I,b]", (json_int_t)from, (json_int_t)to,
                                                      !(t[a] & QL_MASKED))) != 0;

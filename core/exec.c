@@ -92,13 +92,17 @@ ql_status ql_exec_batch(ql_rank *r, int flight, const ql_batch *b, int train, ui
     mb->targets = b->targets;
     mb->train = train;
     mb->step = step;
-    /* Embedding rows as the file has them, through a buffer that no layer uses yet, into the residual stream's dtype. */
+    /* Embedding rows as the file has them, through a buffer that no layer uses yet, into the residual stream's dtype: at once, unless
+     * they are wider than that buffer's. */
     if (!ql_mem_has_embedding(r->mem)) return dev->record(r->compute, r->staged);
-    ql_tensor h = ql_rows(ql_mem_h(r->mem, flight, 0), 0, b->T);
-    ql_tensor raw = ql_mat(r->mem->work.a.data, e->dtype, b->T, e->cols, e->cols);
-    QL_TRY(dev->copy(r->compute, raw.data, st->host + st->at_rows, b->T * e->cols * (int64_t)ql_dtype_size(e->dtype)));
-    QL_TRY(dev->record(r->compute, r->staged));
-    return ql_convert(&r->q, h, raw);
+    const ql_tensor *a = &r->mem->work.a;
+    int64_t row = e->cols * (int64_t)ql_dtype_size(e->dtype), most = ql_max64(1, a->rows * a->ld * (int64_t)ql_dtype_size(a->dtype) / row);
+    for (int64_t at = 0; at < b->T; at += most) {
+        ql_tensor h = ql_rows(ql_mem_h(r->mem, flight, 0), at, ql_min64(most, b->T - at)), raw = ql_mat(a->data, e->dtype, h.rows, e->cols, e->cols);
+        QL_TRY(dev->copy(r->compute, raw.data, st->host + st->at_rows + at * row, h.rows * row));
+        QL_TRY(ql_convert(&r->q, h, raw));
+    }
+    return dev->record(r->compute, r->staged);
 }
 
 static ql_status do_batch(ql_rank *r, const ql_action *a, const ql_step_data *d, int flight)

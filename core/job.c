@@ -164,6 +164,18 @@ static ql_status check_names(const ql_setting *s, json_t *v)
     return wrong(s, "must be names such as [\"q_proj\", \"v_proj\"], or one word or regex", v);
 }
 
+/* Parts of paths: transformers would read a regex, which is said here instead of matching nothing. */
+static ql_status check_skip(const ql_setting *s, json_t *v)
+{
+    const char *expected = "must be names such as [\"down_proj\", \"model.layers.0.mlp\"], without wildcards";
+    json_t *e;
+    size_t i;
+    if (json_is_array(v) ? json_array_size(v) && !strings(v) : !json_is_string(v)) return wrong(s, expected, v);
+    if (json_is_string(v)) return strpbrk(json_string_value(v), "*?+[](){}|\\^$") ? wrong(s, expected, v) : QL_OK;
+    json_array_foreach(v, i, e) if (strpbrk(json_string_value(e), "*?+[](){}|\\^$")) return wrong(s, expected, v);
+    return QL_OK;
+}
+
 static ql_status check_layers(const ql_setting *s, json_t *v)
 {
     json_t *e;
@@ -281,7 +293,7 @@ static const struct {
     {"target_modules", check_names},
     {"exclude_modules", check_names},
     {"layers_pattern", check_names},
-    {"llm_int8_skip_modules", check_names},
+    {"llm_int8_skip_modules", check_skip},
     {"layers_to_transform", check_layers},
     {"rank_pattern", check_pattern},
     {"alpha_pattern", check_pattern},
@@ -314,7 +326,6 @@ static const struct {
     {"bnb_4bit_quant_type", "fp4", "16-bit weights are quantised to NF4; an FP4 file is read as it is without this setting"},
     {"reduce_dtype", "float16", "gradients are added up in float32 only, so that every world size gives the same bits"},
     {"reduce_dtype", "bfloat16", "gradients are added up in float32 only, so that every world size gives the same bits"},
-    {"loss_denominator", "hf_unshifted", "the loss is divided by the number of predicted tokens, as newer transformers do"},
     {"packing_strategy", "bfd_split", "long samples are cut (bfd), or everything is one stream (wrapped)"},
     {"pipeline", "1f1b", "layers are not split over devices yet; fsdp and store host spread a model that does not fit"},
     {"pipeline", "recompute_ahead", "layers are not split over devices yet; fsdp and store host spread a model that does not fit"},

@@ -382,6 +382,21 @@ ql_status ql_model_open_config(const char *path, ql_model **out)
     return open_model(path, CONFIG_ONLY, out);
 }
 
+void ql_model_skip(ql_model *m, const json_t *names)
+{
+    size_t n = json_is_array(names) ? json_array_size(names) : 1;
+    if (!names || json_is_null(names) || m->cfg.quant.present) return;
+    for (int64_t l = 0; l < m->cfg.layers; l++)
+        for (int i = 0; i < QL_LINEARS; i++) {
+            bool *skip = &m->block[l].w[i].skip;
+            *skip = false;
+            for (size_t k = 0; k < n; k++) {
+                const char *part = json_string_value(json_is_array(names) ? json_array_get(names, k) : names);
+                *skip |= part && ql_linear_named(part, l, (ql_linear)i);
+            }
+        }
+}
+
 void ql_model_close(ql_model *m)
 {
     if (!m) return;

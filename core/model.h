@@ -6,6 +6,8 @@
 #include "core/safetensors.h"
 #include "kernels/base.h"
 
+#include <jansson.h>
+
 typedef enum { QL_LLAMA, QL_MISTRAL, QL_QWEN2, QL_QWEN3, QL_ARCHS } ql_arch;
 typedef enum { QL_ROPE_DEFAULT, QL_ROPE_LINEAR, QL_ROPE_LLAMA3, QL_ROPE_YARN } ql_rope_type;
 
@@ -72,7 +74,9 @@ const char *ql_linear_module(ql_linear w); /* "self_attn.q_proj" */
 /* N and K of a linear (out, in). */
 void ql_linear_shape(const ql_config *c, ql_linear w, int64_t *rows, int64_t *cols);
 bool ql_linear_bias(const ql_config *c, ql_linear w);
-/* llm_int8_skip_modules' rule: this linear is not quantised when we quantise on load. */
+/* transformers' rule for llm_int8_skip_modules: the entry is a part of the linear's path that ends where a name ends. */
+bool ql_linear_named(const char *part, int64_t layer, ql_linear w);
+/* By config.json's list this linear is not quantised when we quantise on load. */
 bool ql_config_skips(const ql_config *c, int64_t layer, ql_linear w);
 
 typedef enum { QL_PLAIN, QL_NF4, QL_FP4 } ql_weight_kind;
@@ -129,6 +133,9 @@ ql_status ql_model_open(const char *folder, ql_model **out) QL_MUST_USE;
 /* From config.json or its folder alone, for planning: the same table with data NULL, each linear of
  * the kind that its quantization_config promises. */
 ql_status ql_model_open_config(const char *path, ql_model **out) QL_MUST_USE;
+/* A job's llm_int8_skip_modules: a name, or a list of them; NULL or null: none. A folder that is quantised already keeps its own list, as
+ * in transformers. */
+void ql_model_skip(ql_model *m, const json_t *names);
 void ql_model_close(ql_model *m);
 /* The pages of [p, p + n) are no longer needed by this process. */
 void ql_model_done_with(const ql_model *m, const void *p, int64_t n);

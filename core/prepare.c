@@ -102,13 +102,22 @@ out:
     return st;
 }
 
+/* NULL where the model has none: rows of ids need none. */
+static ql_status open_tokenizer(const char *model, ql_tok **out)
+{
+    char path[QL_PATH_MAX];
+    *out = NULL;
+    QL_TRY(ql_path_join(path, model, "tokenizer.json"));
+    return ql_path_is_file(path) ? ql_tok_open(model, out) : QL_OK;
+}
+
 ql_status ql_prepare_train(const ql_job *job, const char *cache_dir, ql_tok **tok, ql_dataset **out)
 {
     const char *model = ql_job_str(job, "model"), *data = ql_job_str(job, "data");
     ql_tok *t = NULL;
     if (!model) QL_FAIL(QL_EINVAL, "no model: `load NAME` first, its tokenizer reads the data");
     if (!data) QL_FAIL(QL_EINVAL, "no data: `data FILE` first");
-    QL_TRY(ql_tok_open(model, &t));
+    QL_TRY(open_tokenizer(model, &t));
     ql_status st = tokenise(job, data, ql_job_get(job, "data_files"), t, cache_dir, 0, NULL, NULL, out);
     if (st == QL_OK)
         *tok = t;
@@ -126,7 +135,7 @@ ql_status ql_prepare(const ql_job *job, const char *cache_dir, ql_prepare_tick t
     memset(out, 0, sizeof *out);
     if (!model) QL_FAIL(QL_EINVAL, "no model: `load NAME` first");
     if (!data && !eval) return QL_OK;
-    QL_TRY(ql_tok_open(model, &tok));
+    QL_TRY(open_tokenizer(model, &tok));
     if (data) {
         QL_GO(tokenise(job, data, ql_job_get(job, "data_files"), tok, cache_dir, 0, tick, ctx, &d));
         snprintf(out->train, sizeof out->train, "%s", ql_dataset_path(d));

@@ -87,9 +87,6 @@ static ql_status take_host(ql_rank *r)
     const ql_param *e = &r->spec->model->embed;
     int64_t rows = r->spec->rows * e->cols * (int64_t)ql_dtype_size(e->dtype);
     void *p = NULL;
-    if (rows > m->work.a.rows * m->work.a.ld * (int64_t)ql_dtype_size(m->work.a.dtype))
-        QL_FAIL(QL_ENOSUP, "embedding rows of %s do not fit the layer buffers (hidden %lld, ffn %lld)", ql_dtype_name(e->dtype),
-                (long long)e->cols, (long long)r->spec->model->cfg.ffn);
     if (!ql_mem_has_embedding(m)) rows = 0;
     for (int f = 0; f < m->flights; f++) {
         QL_TRY(dev->host_alloc(r->dev, m->stage[f].at_rows + rows, &p));

@@ -55,6 +55,7 @@ ql_status ql_model_report(const ql_job *job, json_t **out)
             return ql_fail(why, "%s", first);
         }
     }
+    ql_model_skip(m, ql_job_get(job, "llm_int8_skip_modules"));
     QL_GO(ql_lora_of_job(job, NULL, &m->cfg, &lora));
     QL_GO(base_bytes(job, m, &bytes));
     ql_lora_summary(lora, &m->cfg, trainable, sizeof trainable);

@@ -2,6 +2,7 @@
 #include "core/safetensors.h"
 
 #include "core/file.h"
+#include "core/hash.h"
 #include "core/json.h"
 
 #include <errno.h>
@@ -21,6 +22,7 @@ typedef struct {
     const char *base; /* path without folders, for messages */
     char *map;
     size_t size;
+    int64_t id[4]; /* device, inode, time of the last change in ns, size */
     json_t *header; /* owns the names of its tensors */
 } st_file;
 
@@ -63,6 +65,8 @@ static ql_status map_file(st_file *f)
                 (long long)s.st_size);
     }
     f->size = (size_t)s.st_size;
+    f->id[0] = (int64_t)s.st_dev, f->id[1] = (int64_t)s.st_ino, f->id[3] = s.st_size;
+    f->id[2] = s.st_mtim.tv_sec * 1000000000 + s.st_mtim.tv_nsec;
     void *p = mmap(NULL, f->size, PROT_READ, MAP_PRIVATE, fd, 0);
     int err = errno;
     close(fd);
@@ -388,6 +392,13 @@ ql_status ql_st_open(const char *path, ql_st **out)
     }
     *out = st;
     return QL_OK;
+}
+
+uint64_t ql_st_stamp(const ql_st *st)
+{
+    uint64_t h = 0;
+    for (int i = 0; i < st->files; i++) h = ql_hash64(h, st->file[i].id, sizeof st->file[i].id);
+    return h;
 }
 
 void ql_st_close(ql_st *st)

@@ -29,6 +29,8 @@ const ql_st_tensor *ql_st_at(const ql_st *st, int64_t i);             /* sorted 
 const ql_st_tensor *ql_st_find(const ql_st *st, const char *name);    /* NULL: not there */
 int ql_st_files(const ql_st *st);
 const char *ql_st_path(const ql_st *st, int file);
+/* Another one when any of the files was written anew. */
+uint64_t ql_st_stamp(const ql_st *st);
 /* __metadata__ of the first file; NULL: not there. */
 const char *ql_st_meta(const ql_st *st, const char *key);
 /* Gives the pages of [p, p + n) back; they stay in the page cache. */

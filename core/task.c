@@ -121,6 +121,7 @@ ql_status ql_task_open(const ql_task_inputs *in, ql_task **out)
         QL_GO(ql_model_open(path, &t->model));
     else
         QL_GO(ql_model_open_config(path, &t->model));
+    ql_model_skip(t->model, ql_job_get(t->job, "llm_int8_skip_modules"));
     QL_GO(open_adapters(t, in));
     pick_dtypes(t, &in->place);
     QL_GO(open_data(t, in));
@@ -165,6 +166,8 @@ int ql_task_same_model(const ql_task *a, const ql_task *b)
     if (strcmp(a->args.model, b->args.model) != 0 || a->lora->elements != b->lora->elements || a->lora->count != b->lora->count) return 0;
     for (int64_t i = 0; i < a->lora->count; i++)
         if (memcmp(&a->lora->target[i], &b->lora->target[i], sizeof a->lora->target[i]) != 0) return 0;
+    if (a->model->files && b->model->files && ql_st_stamp(a->model->files) != ql_st_stamp(b->model->files)) return 0;
+    if (!json_equal(ql_job_get(a->job, "llm_int8_skip_modules"), ql_job_get(b->job, "llm_int8_skip_modules"))) return 0;
     return x->dtype == y->dtype && x->res == y->res && memcmp(&x->quant, &y->quant, sizeof x->quant) == 0;
 }
 

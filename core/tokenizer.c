@@ -621,7 +621,7 @@ out:
 
 uint64_t ql_tok_hash(const ql_tok *t)
 {
-    return t->hash;
+    return t ? t->hash : 0;
 }
 
 /* ---- decoding and names ------------------------------------------------------------------------ */
@@ -678,5 +678,6 @@ const ql_ids *ql_tok_suffix(const ql_tok *t)
 
 const ql_tok_names *ql_tok_info(const ql_tok *t)
 {
-    return &t->names;
+    static const ql_tok_names none = {-1, -1, -1, -1, NULL, NULL, NULL, NULL, NULL};
+    return t ? &t->names : &none;
 }

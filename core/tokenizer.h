@@ -25,7 +25,7 @@ ql_status ql_tok_encode(ql_tok *t, const char *text, size_t n, unsigned flags, q
 ql_status ql_tok_encode_ends(ql_tok *t, const char *text, size_t n, unsigned flags, ql_ids *out, ql_ids *ends);
 /* Appends the text as the normalizer leaves it. */
 ql_status ql_tok_normalize(const ql_tok *t, const char *text, size_t n, ql_str *out);
-uint64_t ql_tok_hash(const ql_tok *t); /* of what tokenizer.json says */
+uint64_t ql_tok_hash(const ql_tok *t); /* of what tokenizer.json says; 0 for NULL */
 /* Appends text; ill-formed UTF-8 becomes U+FFFD. Unknown ids are left out. */
 ql_status ql_tok_decode(const ql_tok *t, const int32_t *ids, size_t n, unsigned flags, ql_str *out);
 /* The bytes of one token, for streaming: a character may span tokens. NULL: no such id. */
@@ -44,6 +44,6 @@ typedef struct {
     const char *bos_token, *eos_token, *pad_token, *unk_token;
     const char *chat_template;
 } ql_tok_names;
-const ql_tok_names *ql_tok_info(const ql_tok *t);
+const ql_tok_names *ql_tok_info(const ql_tok *t); /* NULL: a model without a tokenizer, no names */
 
 #endif

@@ -57,6 +57,24 @@ static ql_status order_of(ql_worker *w, int64_t epoch)
     return ql_sampler_order(t->args.data_seed, epoch, n, o);
 }
 
+/* bfd packs rows that are never padded, and whose documents' first labels are masked; wrapped rows are rows like any other. */
+static int padding_free(const ql_task *t)
+{
+    const char *how = ql_job_str(t->job, "packing_strategy");
+    return ql_dataset_packed(t->train) && !(how && strcmp(how, "wrapped") == 0);
+}
+
+/* Samples of the step whose first label counts. Nothing predicts it, but older transformers divide by it too. */
+static int64_t first_labels(const ql_step_data *d)
+{
+    int64_t n = 0, len, end = ql_min64(d->n, (d->first + d->g) * d->batch);
+    for (int64_t at = d->first * d->batch; at < end; at++) {
+        const uint32_t *tok = ql_dataset_part(d->data, d->order[at], 0, &len);
+        n += len > 0 && !(tok[0] & QL_MASKED);
+    }
+    return n;
+}
+
 ql_status ql_train_data(ql_worker *w, int64_t step, ql_step_data *d)
 {
     const ql_task *t = w->task;
@@ -65,6 +83,7 @@ ql_status ql_train_data(ql_worker *w, int64_t step, ql_step_data *d)
     *d = (ql_step_data){.data = t->train, .order = w->order, .n = t->steps.rows, .first = at.first, .batch = t->args.batch,
                         .g = (int)at.count, .pad_id = t->pad_id, .step = (uint32_t)(step + 1)};
     d->items = ql_step_items(d);
+    if (t->args.unshifted && !padding_free(t)) d->items += first_labels(d);
     return QL_OK;
 }
 
@@ -149,6 +168,26 @@ static ql_status report_memory(run *x, int force)
     return ql_worker_emit(x->w, "memory", figures);
 }
 
+/* Tokens of a step as transformers counts them: whole input_ids, so with padding to the longest of a micro-batch. Packed by bfd there is none. */
+static int64_t step_inputs(const run *x, const ql_step_data *d)
+{
+    int64_t n = 0, end = ql_min64(d->n, (d->first + d->g) * d->batch);
+    if (padding_free(x->t)) return ql_step_tokens(d);
+    for (int64_t at = d->first * d->batch; at < end; at += d->batch) {
+        int64_t rows = ql_min64(d->batch, end - at), longest = 0;
+        for (int64_t i = 0; i < rows; i++) longest = ql_max64(longest, ql_dataset_length(d->data, d->order[at + i]));
+        n += rows * longest;
+    }
+    return n;
+}
+
+/* Trainer.floating_point_ops: six a token and parameter, embeddings left out, adapters counted. */
+static double step_flos(const run *x, const ql_step_data *d)
+{
+    const ql_config *c = &x->t->model->cfg;
+    return 6.0 * (double)step_inputs(x, d) * (double)(ql_config_params(c) - c->vocab * c->hidden + x->t->lora->params);
+}
+
 static ql_status report_step(run *x, const ql_step_data *d, const ql_step_result *s, double seconds)
 {
     char bits[16];
@@ -158,7 +197,7 @@ static ql_status report_step(run *x, const ql_step_data *d, const ql_step_result
     snprintf(bits, sizeof bits, "%08x", u);
     x->tokens += tokens;
     double lr = ql_task_lr_at(x->t, s->skipped ? s->steps : s->steps - 1);
-    ql_step_record rec = {.step = x->done, .loss = (double)s->loss, .grad_norm = (double)s->norm, .lr = lr, .tokens = tokens};
+    ql_step_record rec = {.step = x->done, .loss = (double)s->loss, .grad_norm = (double)s->norm, .lr = lr, .tokens = tokens, .flos = step_flos(x, d)};
     ql_history_step(x->history, &rec);
     json_t *o = json_pack("{s:I,s:f,s:I,s:f,s:f,s:f,s:b,s:s}", "step", (json_int_t)x->done, "epoch",
                           ql_steps_epoch(&x->t->steps, x->done), "tokens", (json_int_t)tokens, "seconds", seconds, "tokens_per_second",

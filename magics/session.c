@@ -281,10 +281,12 @@ static ql_status adapter_path(ql_magics *m, const char *name, char **folder)
 
 ql_status ql_session_apply(ql_magics *m, const ql_call *call, ql_job *job)
 {
-    char *folder = NULL;
-    QL_TRY(ql_call_apply(call, job));
+    char *folder = NULL, before[4096];
     const char *name = ql_job_str(job, "adapter");
-    if (!name) return QL_OK;
+    snprintf(before, sizeof before, "%s", name ? name : "");
+    QL_TRY(ql_call_apply(call, job));
+    name = ql_job_str(job, "adapter");
+    if (!name || strcmp(name, before) == 0) return QL_OK;
     QL_TRY(adapter_path(m, name, &folder));
     json_t *v = ql_text_json(folder, strlen(folder));
     ql_status st = ql_job_set(job, "adapter", v);

@@ -112,10 +112,14 @@ ql_status ql_verb_load(ql_magics *m, const ql_call *call, json_t **out)
     char *path = NULL;
     ql_status st = QL_OK;
     json_t *value = NULL;
+    const char *had = ql_job_str(m->job, "adapter");
     QL_TRY(ql_job_copy(m->job, &job));
     QL_GO(ql_session_apply(m, call, job));
     QL_GO(ql_session_fetch(m, QL_FETCH_MODEL, call->args[0], ql_job_str(job, "revision"), NULL, &path));
     value = ql_text_json(path, strlen(path));
+    /* An adapter that was set for another model is not meant for this one. */
+    if (had && !json_equal(ql_job_get(m->job, "model"), value) && strcmp(had, ql_job_str(job, "adapter")) == 0)
+        QL_GO(ql_job_set(job, "adapter", NULL));
     QL_GO(ql_job_set(job, "model", value));
     QL_GO(ql_model_report(job, &report));
     if (!json_object_get(report, "name"))

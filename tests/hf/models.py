@@ -16,7 +16,7 @@ def random_config(family, rng):
     kv = int(rng.choice([k for k in (1, 2, 3) if heads % k == 0]))
     hidden = 64 * int(rng.integers(1, 3)) * (3 if heads == 6 else 1)
     common = dict(vocab_size=int(rng.integers(260, 420)), hidden_size=hidden,
-                  intermediate_size=hidden + 64 * int(rng.integers(0, 4)), num_hidden_layers=int(rng.integers(1, 4)),
+                  intermediate_size=64 * int(rng.integers(1, hidden // 64 + 4)), num_hidden_layers=int(rng.integers(1, 4)),
                   num_attention_heads=heads, num_key_value_heads=kv, max_position_embeddings=256,
                   rms_norm_eps=float(rng.choice([1e-5, 1e-6])), tie_word_embeddings=bool(rng.integers(2)),
                   bos_token_id=1, eos_token_id=2,
@@ -51,20 +51,6 @@ def random_lora(rng):
     return lora
 
 
-def write_tokenizer(folder):
-    """Llama 3's pattern over bare bytes: the rows are ids already, but the engine opens a model's tokenizer."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    tok = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))},
-                               merges=[]))
-    tok.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-            r"\s+(?!\S)|\s+"), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tok.decoder = decoders.ByteLevel()
-    tok.save(os.path.join(folder, "tokenizer.json"))
-
-
 class Case:
     """model/ and model-nf4/ under `path`, their fp32 twins in torch, and rows.jsonl."""
 
@@ -80,8 +66,6 @@ class Case:
         tensors = ref.write_model(self.model, self.folder, dtype, spelling, shards)
         self.model_nf4 = ref.write_nf4(self.model, tensors, self.folder_nf4, dtype, self.double_quant, (), spelling,
                                        shards)
-        for folder in (self.folder, self.folder_nf4):
-            write_tokenizer(folder)
         self.rows = self.write_rows(os.path.join(self.path, "rows.jsonl"), rows)
         self.eval_rows = self.write_rows(os.path.join(self.path, "eval.jsonl"), 11)
         self.lora = random_lora(self.rng)

@@ -78,6 +78,26 @@ def test_training(tmp_path, family, base, seed):
     assert score["eval_loss"] == pytest.approx(models.eval_loss(again, case.eval_rows, 4), rel=1e-6)
 
 
+def test_skip_modules(tmp_path, seed):
+    """llm_int8_skip_modules: what transformers keeps in 16 bits keeps its values here."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+    case = models.Case(tmp_path, "llama", seed)
+    skip = ["model.layers.0.self_attn", "down_proj"]
+    twin = copy.deepcopy(case.model_nf4)
+    kept = 0
+    with torch.no_grad():
+        for name, module in case.model.named_modules():
+            if isinstance(module, torch.nn.Linear) and not should_convert_module(name, skip):
+                twin.get_submodule(name).weight.copy_(module.weight)
+                kept += 1
+    assert kept == 4 + case.config.num_hidden_layers
+    settings = {"load_in_4bit": True, "bnb_4bit_use_double_quant": case.double_quant, "llm_int8_skip_modules": skip}
+    with Engine() as engine:
+        score = engine.run("eval", job=eval_job(case, case.folder, tmp_path / "eval.jsonl", **settings), adapter=None)
+    assert score["eval_loss"] == pytest.approx(models.eval_loss(twin, case.eval_rows, 4), rel=1e-6)
+    assert score["eval_loss"] != pytest.approx(models.eval_loss(case.model_nf4, case.eval_rows, 4), rel=1e-6)
+
+
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_peft_adapter(tmp_path, family, seed):
     """An adapter that PEFT saved, ranks and alphas by pattern: token by token the engine gives PEFT's probabilities."""

@@ -123,6 +123,20 @@ def test_a_callback_stops_and_it_is_resumed():
     assert again.state.global_step == 60
 
 
+def test_total_flos(folder):
+    """The sum over a run is TRL's own: padding counted, the embedding left out, the adapter not."""
+    import trl
+    data = Dataset.from_list([{"text": "cats and mats " * (1 + i % 7)} for i in range(24)])
+    lora = LoraConfig(r=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    args = dict(max_steps=5, per_device_train_batch_size=3, save_strategy="no", gradient_checkpointing=False)
+    theirs = trl.SFTTrainer(transformers.AutoModelForCausalLM.from_pretrained(TINY), args=sft(output_dir="theirs", **args), train_dataset=data,
+                            peft_config=lora, processing_class=transformers.AutoTokenizer.from_pretrained(TINY))
+    theirs.train()
+    ours = trainer(args=sft(**args), train_dataset=data, peft_config=lora)
+    ours.train()
+    assert ours.state.total_flos == ours.state.log_history[-1]["total_flos"] == theirs.state.total_flos == theirs.state.log_history[-1]["total_flos"]
+
+
 def test_the_adapter_of_a_peft_model(folder):
     """PeftModel.from_pretrained(…, is_trainable=True): training starts from its weights, with its settings."""
     trainer(args=sft(max_steps=3)).train()

@@ -63,6 +63,39 @@ TEST(quantised_folders)
 }
 
 /* The table made from the config alone has the kinds, sizes and names of the real one. */
+/* llm_int8_skip_modules of a job: parts of paths that end where a name ends. */
+TEST(a_jobs_own_list_of_what_stays)
+{
+    static const struct {
+        const char *names;
+        int skipped; /* of 2 layers of 7 */
+    } k[] = {{"null", 0}, {"[]", 0}, {"[\"lm_head\"]", 0}, {"\"down_proj\"", 2}, {"[\"self_attn\", \"up_proj\"]", 10}, {"[\"model.layers.1\"]", 7},
+             {"[\"layers.1.mlp\", \"mlp.gate\"]", 3}, {"[\"model.layers.11\", \"q_pro\"]", 0}};
+    ql_model *m = NULL, *quantised = NULL;
+    CHECK_OK(ql_model_open(folder("llama", "model"), &m));
+    CHECK_OK(ql_model_open(folder("llama", "model-nf4"), &quantised));
+    CHECK_INT(m->cfg.layers, 2);
+    for (size_t i = 0; i < sizeof k / sizeof *k; i++) {
+        json_t *names = json_loads(k[i].names, JSON_DECODE_ANY, NULL);
+        int n = 0, changed = 0;
+        for (int w = 0; w < 14; w++) m->block[w / 7].w[w % 7].skip = false;
+        ql_model_skip(m, names);
+        for (int w = 0; w < 14; w++) n += m->block[w / 7].w[w % 7].skip;
+        CHECK_MSG(n == k[i].skipped, "%s skips %d linears, not %d", k[i].names, n, k[i].skipped);
+        /* A folder that is quantised says itself what is not. */
+        for (int w = 0; w < 14; w++) {
+            const ql_weight *q = &quantised->block[w / 7].w[w % 7];
+            bool before = q->skip;
+            ql_model_skip(quantised, names);
+            changed += before != q->skip;
+        }
+        CHECK_INT(changed, 0);
+        json_decref(names);
+    }
+    ql_model_close(m);
+    ql_model_close(quantised);
+}
+
 TEST(config_alone_promises_the_same)
 {
     for (int i = 0; i < 8; i++) {
@@ -143,5 +176,5 @@ TEST(opening_reads_headers_only)
     ql_model_close(m);
 }
 
-TEST_MAIN(T(sixteen_bit_folders), T(quantised_folders), T(config_alone_promises_the_same),
+TEST_MAIN(T(sixteen_bit_folders), T(quantised_folders), T(a_jobs_own_list_of_what_stays), T(config_alone_promises_the_same),
           T(opening_reads_headers_only))

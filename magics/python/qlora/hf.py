@@ -483,7 +483,7 @@ class _Follower:
                 continue
             if state.get("global_step") == self.state.global_step:
                 self.state.log_history = state["log_history"]
-                for name in ("best_metric", "best_model_checkpoint", "best_global_step"):
+                for name in ("best_metric", "best_model_checkpoint", "best_global_step", "total_flos"):
                     setattr(self.state, name, state.get(name))
                 break
         if self.began and self.epoch >= 0:
