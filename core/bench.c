@@ -51,12 +51,20 @@ static void say(bench *b, const char *fmt, ...)
     if (n > 0) b->used = b->used + (size_t)n < sizeof b->text ? b->used + (size_t)n : sizeof b->text - 1;
 }
 
-static void row(bench *b, const char *name, double value, const char *unit, double of_peak, const char *text)
+/* each: every device's figure, NULL where there is one. */
+static void row(bench *b, const char *name, double value, const char *unit, double of_peak, const double *each, const char *text)
 {
-    json_t *o = json_pack("{s:s,s:f,s:s,s:s}", "name", name, "value", value, "unit", unit, "text", text);
+    json_t *o = json_pack("{s:s,s:f,s:s,s:s}", "name", name, "value", value, "unit", unit, "text", text), *list = json_array();
     if (o && of_peak > 0) json_object_set_new(o, "of_peak", json_real(of_peak));
+    say(b, "%-24s %10.4g %s", name, value, unit);
+    for (int i = 0; each && i < b->p->world; i++) {
+        json_array_append_new(list, json_real(each[i]));
+        say(b, "%s%.4g", i ? ", " : "  each: ", each[i]);
+    }
+    if (each) json_object_set(o, "each", list);
+    json_decref(list);
+    say(b, "%s%s\n", *text ? "  " : "", text);
     json_array_append_new(b->rows, o);
-    say(b, "%-24s %10.4g %s%s%s\n", name, value, unit, *text ? "  " : "", text);
 }
 
 static ql_status sync_all(bench *b)
@@ -79,19 +87,14 @@ static ql_status share(bench *b, double mine, double all[QL_MAX_WORLD])
     return b->be->dev->sync(b->stream);
 }
 
-/* A figure of every device: the slowest is the row's value, all stand in its text. */
-static ql_status rank_row(bench *b, const char *name, double mine, const char *unit, double peak, const char *more)
+/* A figure of every device: the slowest is the row's value. */
+static ql_status rank_row(bench *b, const char *name, double mine, const char *unit, double peak, const char *text)
 {
     double all[QL_MAX_WORLD], least;
-    char text[300] = "";
-    int n = 0;
     QL_TRY(share(b, mine, all));
     least = all[0];
     for (int i = 1; i < b->p->world; i++) least = all[i] < least ? all[i] : least;
-    for (int i = 0; b->p->world > 1 && i < b->p->world; i++)
-        n += snprintf(text + n, sizeof text - (size_t)n, "%s%.4g", i ? ", " : "each: ", all[i]);
-    if (*more) snprintf(text + n, sizeof text - (size_t)n, "%s%s", n ? "; " : "", more);
-    row(b, name, least, unit, peak > 0 ? least / peak : 0, text);
+    row(b, name, least, unit, peak > 0 ? least / peak : 0, b->p->world > 1 ? all : NULL, text);
     return QL_OK;
 }
 

@@ -94,7 +94,7 @@ ql_status ql_data_report(const ql_job *job, int n_samples, json_t **out)
 /* ---- plan ------------------------------------------------------------------------------------- */
 
 /* The job with some settings changed, planned at a place. NULL task: the error text stands. */
-static ql_status plan_with(const ql_job *job, const json_t *changes, const ql_place *place, const char *train, ql_task **out)
+static ql_status plan_with(const ql_job *job, const json_t *changes, const ql_place *place, const ql_prepared *data, ql_task **out)
 {
     ql_job *copy = NULL;
     const char *key;
@@ -103,7 +103,7 @@ static ql_status plan_with(const ql_job *job, const json_t *changes, const ql_pl
     QL_GO(ql_job_copy(job, &copy));
     json_object_foreach((json_t *)(uintptr_t)changes, key, v) QL_GO(ql_job_set(copy, key, v));
     o = ql_job_json(copy);
-    ql_task_inputs in = {.job = o, .train = train, .weights = QL_WEIGHTS_HEADERS, .place = *place};
+    ql_task_inputs in = {.job = o, .train = data && data->train[0] ? data->train : NULL, .eval = data && data->eval[0] ? data->eval : NULL, .weights = QL_WEIGHTS_HEADERS, .place = *place};
     QL_GO(ql_task_open(&in, out));
 out:
     json_decref(o);
@@ -150,7 +150,7 @@ static double seconds_of(const ql_task *t)
     return ql_cost_step(&t->spec, ql_job_bool(t->job, "packing") ? t->args.max_length : t->spec.rows / ql_max64(1, t->args.batch), &r);
 }
 
-static json_t *alternative(const ql_job *job, size_t i, const ql_place *place, const char *train, int64_t most)
+static json_t *alternative(const ql_job *job, size_t i, const ql_place *place, const ql_prepared *data, int64_t most)
 {
     json_t *changes = json_loads(alternatives[i].changes, 0, NULL), *small = json_deep_copy(changes), *o = NULL;
     ql_task *t = NULL, *here = NULL;
@@ -159,10 +159,10 @@ static json_t *alternative(const ql_job *job, size_t i, const ql_place *place, c
     /* Planned with room for all: what it takes is the row, whether it fits is a column. */
     room.capacity = INT64_MAX / 4, room.host = INT64_MAX / 4;
     json_object_set_new(small, "gradient_checkpointing", json_true());
-    if (plan_with(job, small, &room, train, &t) == QL_OK && ql_mem_bytes(&t->spec, &device, &host) == QL_OK) {
+    if (plan_with(job, small, &room, data, &t) == QL_OK && ql_mem_bytes(&t->spec, &device, &host) == QL_OK) {
         int fits = device <= place->capacity && host <= place->host;
         /* Where it fits, the time is that of what would be chosen: the memory that is left buys less recomputation. */
-        if (fits && plan_with(job, changes, place, train, &here) != QL_OK) ql_error_clear();
+        if (fits && plan_with(job, changes, place, data, &here) != QL_OK) ql_error_clear();
         o = json_pack("{s:s,s:I,s:I,s:b,s:I,s:f}", "name", alternatives[i].name, "per_device", (json_int_t)device, "host", (json_int_t)host, "fits",
                       fits, "longest", (json_int_t)longest(job, small, place, most), "seconds", seconds_of(here ? here : t));
     }
@@ -212,16 +212,14 @@ static json_t *exact_worlds(const ql_choice *c)
     return o;
 }
 
-/* A question about a job's plan: where it is to run, and its data. With data, its longest batch is what counts; without, full rows of
- * max_length. */
+/* A question about a job's plan: where it is to run, and its data. With data, its longest batch is what counts, of training or
+ * evaluation; without, full rows of max_length. */
 typedef struct {
     ql_args args;
     ql_place place;
     char backend[16];
     int device[QL_MAX_WORLD];
-    ql_tok *tok;
-    ql_dataset *data;
-    const char *train;
+    ql_prepared data;
 } question;
 
 static ql_status question_open(const ql_job *job, const json_t *devices, question *q)
@@ -233,15 +231,8 @@ static ql_status question_open(const ql_job *job, const json_t *devices, questio
     QL_TRY(ql_devices_pick(&q->args, devices, "see `info`", &q->place, q->backend, q->device));
     if (!ql_job_str(job, "data")) return QL_OK;
     QL_TRY(ql_path_join(cache, dir ? dir : "runs", ".cache"));
-    if (ql_path_mkdirs(cache) == QL_OK && ql_prepare_train(job, cache, &q->tok, &q->data) == QL_OK) q->train = ql_dataset_path(q->data);
-    ql_error_clear();
+    if (ql_path_mkdirs(cache) != QL_OK || ql_prepare(job, cache, NULL, NULL, &q->data) != QL_OK) ql_error_clear();
     return QL_OK;
-}
-
-static void question_close(question *q)
-{
-    ql_dataset_close(q->data);
-    ql_tok_close(q->tok);
 }
 
 static ql_status build_report(const ql_job *job, const question *q, const ql_task *t, json_t **out)
@@ -256,7 +247,7 @@ static ql_status build_report(const ql_job *job, const question *q, const ql_tas
                                               (json_int_t)total, "capacity", (json_int_t)place->capacity));
     }
     for (size_t i = 0; i < sizeof alternatives / sizeof *alternatives; i++) {
-        json_t *o = !alternatives[i].needs_world || place->world > 1 ? alternative(job, i, place, q->train, most) : NULL;
+        json_t *o = !alternatives[i].needs_world || place->world > 1 ? alternative(job, i, place, &q->data, most) : NULL;
         if (o) json_array_append_new(rows, o);
     }
     for (int i = 0; i < t->why.n; i++) json_array_append_new(why, json_string(t->why.text[i]));
@@ -282,7 +273,7 @@ ql_status ql_plan_actions(const ql_job *job, const json_t *devices, json_t **out
     json_t *none = json_object(), *ranks = json_array();
     ql_status st = QL_OK;
     QL_GO(question_open(job, devices, &q));
-    QL_GO(plan_with(job, none, &q.place, q.train, &t));
+    QL_GO(plan_with(job, none, &q.place, &q.data, &t));
     for (int r = 0; r < q.place.world; r++) {
         ql_plan p;
         char *text = NULL;
@@ -296,7 +287,6 @@ ql_status ql_plan_actions(const ql_job *job, const json_t *devices, json_t **out
     *out = json_incref(ranks);
 out:
     ql_task_close(t);
-    question_close(&q);
     json_decref(none);
     json_decref(ranks);
     return st;
@@ -309,7 +299,7 @@ ql_status ql_plan_report(const ql_job *job, const json_t *devices, json_t **out)
     ql_status st = QL_OK;
     QL_GO(question_open(job, devices, &q));
     json_t *none = json_object();
-    st = plan_with(job, none, &q.place, q.train, &t);
+    st = plan_with(job, none, &q.place, &q.data, &t);
     json_decref(none);
     if (st == QL_ENOMEM) {
         /* Nothing fits: the smallest plan is shown, with what it lacks. */
@@ -319,7 +309,7 @@ ql_status ql_plan_report(const ql_job *job, const json_t *devices, json_t **out)
         ql_error_clear();
         room.capacity = INT64_MAX / 4, room.host = INT64_MAX / 4;
         json_t *small = json_loads("{\"fsdp\": true, \"gradient_checkpointing\": true}", 0, NULL);
-        st = plan_with(job, small, &room, q.train, &t);
+        st = plan_with(job, small, &room, &q.data, &t);
         json_decref(small);
         if (st == QL_OK) st = build_report(job, &q, t, out);
         if (st == QL_OK) json_array_insert_new(json_object_get(*out, "why"), 0, json_string(why));
@@ -329,6 +319,5 @@ ql_status ql_plan_report(const ql_job *job, const json_t *devices, json_t **out)
     QL_GO(build_report(job, &q, t, out));
 out:
     ql_task_close(t);
-    question_close(&q);
     return st;
 }

@@ -354,9 +354,11 @@ static ql_status memory(session *s, json_t *command)
     QL_GO(ql_devices_probe(s->set->cuda_library, &s->probe, s->missing, sizeof s->missing));
     json_array_foreach(s->probe, i, o)
     {
+        /* A CPU rank's memory is its process': there is none. */
         json_int_t total = json_integer_value(json_object_get(o, "total")), left = json_integer_value(json_object_get(o, "free"));
-        json_array_append_new(list, json_pack("{s:i,s:O,s:{},s:i,s:i,s:i,s:I,s:I}", "rank", (int)i, "name", json_object_get(o, "name"), "bytes",
-                                              "arena", 0, "peak", 0, "process", 0, "used", total - left, "total", total));
+        json_int_t used = is(json_string_value(json_object_get(o, "backend")), "cpu") ? 0 : total - left;
+        json_array_append_new(list, json_pack("{s:i,s:O,s:{s:I},s:i,s:i,s:i,s:I,s:I}", "rank", (int)i, "name", json_object_get(o, "name"), "bytes",
+                                              "others", used, "arena", 0, "peak", 0, "process", 0, "used", used, "total", total));
     }
     ql_events_emit(s->out, "done", json_pack("{s:O?,s:{s:O,s:i}}", "id", json_object_get(command, "id"), "result", "devices", list, "host", 0));
 out:

@@ -159,7 +159,8 @@ static ql_status save(run *x)
 static ql_status report_memory(run *x, int force)
 {
     double now = ql_now();
-    if (!force && now - x->last_memory < 0.5) return QL_OK;
+    /* Twice a second, later every ten: a night's figures stay few thousand. */
+    if (!force && now - x->last_memory < fmin(10, fmax(0.5, (now - x->began) / 400))) return QL_OK;
     x->last_memory = now;
     json_t *figures = NULL;
     QL_TRY(ql_rank_measure(x->r));

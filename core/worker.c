@@ -33,9 +33,11 @@ static json_t *rank_memory(const ql_rank_state *s, int rank)
         arena += by_cat[c];
         if (by_cat[c]) json_object_set_new(bytes, ql_cat_name((ql_cat)c), json_integer(by_cat[c]));
     }
-    /* What the driver counts for this process beyond our arena: context, libraries, communicator. */
-    int64_t runtime = mem.process > arena ? mem.process - arena : 0;
-    if (runtime) json_object_set_new(bytes, "runtime", json_integer(runtime));
+    /* Outside our arena, so that the categories add up to what the driver says is in use: this process' context, libraries and
+     * communicator; other processes and the driver. Where it does not count by process, all of that is one. */
+    int64_t process = ql_max64(mem.process, arena), others = mem.used - process;
+    if (process > arena) json_object_set_new(bytes, "runtime", json_integer(process - arena));
+    if (others > 0) json_object_set_new(bytes, mem.process < 0 ? "outside" : "others", json_integer(others));
     return json_pack("{s:i,s:s,s:o,s:I,s:I,s:I,s:I,s:I,s:i,s:i}", "rank", rank, "name", s->name, "bytes", bytes, "arena", (json_int_t)arena,
                      "peak", (json_int_t)mem.peak, "process", (json_int_t)mem.process, "used", (json_int_t)mem.used, "total",
                      (json_int_t)mem.total, "temperature", mem.temperature_c, "power", mem.power_w);

@@ -26,7 +26,7 @@ typedef struct {
 typedef struct {
     int64_t allocated, peak; /* through this table, by this process */
     int64_t process;         /* all this process holds on the device, as the driver counts; −1 unknown */
-    int64_t used, total;     /* the whole device, all processes */
+    int64_t used, total;     /* the whole device, all processes, as the driver counts; of a CPU rank: this process, the machine */
     int temperature_c, power_w, utilisation, clock_mhz; /* −1 unknown */
 } ql_dev_memory;
 

@@ -373,7 +373,7 @@ const char *ql_category_colour(const char *category)
 void ql_bar(ql_buf *text, ql_buf *html, const ql_part *parts, int n, double whole)
 {
     static const char *const shades[] = {"█", "▓", "▒", "░"};
-    enum { CELLS = 40, PIXELS = 360 };
+    enum { CELLS = 36, PIXELS = 360 };
     double sum = 0;
     int filled = 0, pixels = 0;
     for (int i = 0; i < n; i++) sum += parts[i].bytes;

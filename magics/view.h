@@ -65,7 +65,8 @@ void ql_sparkline(ql_buf *text, const double *y, int n, int columns);
 /* ---- charts: one description, drawn as PNG by the host, as SVG and as dots here ---- */
 /* {"title", "width", "height", "panels": [{"ylabel", "xlabel", "weight", "zero": bool, "log": bool,
  * "floor": bool, "series": [{"name", "x": […], "y": [… or null], "colour", "kind":
- * "line"|"wide"|"faint"|"dots"|"cross"|"area"}], "text": a note in the corner}]} */
+ * "line"|"wide"|"faint"|"dots"|"cross"|"stack"}], "text": a note in the corner, "ymax": the axis reaches at least so far}]}
+ * "stack" is filled between "low" and "y"; "label" stands in place of its name in the legend, "legend": "right" beside the chart. */
 json_t *ql_chart_runs(const json_t *runs, const char *metric,
                       int diff); /* runs: [{"name","history":[…]}] */
 json_t *ql_chart_memory(const json_t *run);

@@ -247,38 +247,6 @@ json_t *ql_chart_runs(const json_t *runs, const char *metric, int diff)
     return chart;
 }
 
-json_t *ql_chart_memory(const json_t *run)
-{
-    const json_t *events = json_object_get(run, "memory"), *ev, *d;
-    json_t *chart = new_chart("device memory, GiB", "seconds", 260),
-           *panel = new_panel(chart, "", 1);
-    size_t i, k, devices = 0;
-    json_object_set_new(panel, "floor", json_true());
-    json_array_foreach((json_t *)events, i,
-                       ev) if (json_array_size(json_object_get(ev, "devices")) > devices) devices =
-        json_array_size(json_object_get(ev, "devices"));
-    for (size_t dev = 0; dev < devices; dev++) {
-        points p = {0};
-        char name[120] = "";
-        double start = 0;
-        p.x = calloc(json_array_size(events) + 1, sizeof *p.x);
-        p.y = calloc(json_array_size(events) + 1, sizeof *p.y);
-        json_array_foreach((json_t *)events, k, ev)
-        {
-            if (!p.x || !p.y || !(d = json_array_get(json_object_get(ev, "devices"), dev)))
-                continue;
-            if (p.n == 0) start = ql_jnum(json_array_get(events, 0), "t", 0);
-            p.x[p.n] = ql_jnum(ev, "t", (double)k) - start;
-            p.y[p.n++] = ql_jnum(d, "used", ql_jnum(d, "arena", (double)NAN)) / 1073741824.0;
-            snprintf(name, sizeof name, "%lld: %.80s", (long long)ql_jint(d, "rank", (int64_t)dev),
-                     ql_jstr(d, "name", "device"));
-        }
-        add_series(panel, name, &p, ql_colour((int)dev), devices == 1 ? "area" : "line");
-        points_free(&p);
-    }
-    return chart;
-}
-
 ql_status ql_chart_bundle(const ql_host *host, const json_t *chart, const json_t *data,
                           json_t **bundle)
 {

@@ -148,7 +148,7 @@ static void sample(ql_view *v, const json_t *s)
     size_t n = strlen(text), at = 0, i, shown = n < 2400 ? n : 2400;
     const json_t *span;
     ql_buf t = {0}, h = {0};
-    ql_buf_put(&h, "<pre style=\"white-space:pre-wrap;margin:4px 0;line-height:1.35\">");
+    ql_buf_put(&h, "<pre style=\"white-space:pre-wrap;word-break:normal;overflow-wrap:break-word;margin:4px 0;line-height:1.35\">");
     json_array_foreach(json_object_get(s, "spans"), i, span)
     {
         size_t a = (size_t)json_integer_value(json_array_get(span, 0)),
@@ -181,15 +181,20 @@ static void sample(ql_view *v, const json_t *s)
     for (const char *p = ql_buf_str(&t); *p;) {
         size_t line = strcspn(p, "\n");
         size_t fit = ql_text_fit(p, 76);
-        if (fit < line) line = fit; /* long lines are cut into page-wide ones, blanks or not */
+        int cut = fit < line;
+        if (cut) { /* long lines are cut into page-wide ones: at a blank, where there is one */
+            for (line = fit; line > fit / 2 && p[line] != ' ';) line--;
+            if (p[line] != ' ') line = fit;
+        }
         ql_buf_printf(&v->text, "  | %.*s\n", (int)line, p);
-        p += line + (p[line] == '\n');
+        p += line + (p[line] == '\n' || (cut && p[line] == ' '));
     }
     ql_buf_put(&v->html, ql_buf_str(&h));
     ql_buf_free(&t);
     ql_buf_free(&h);
 }
 
+/* Bins of token counts, each twice as wide as the one before. */
 static void histogram(ql_view *v, const json_t *h)
 {
     size_t n = json_array_size(h);
@@ -197,15 +202,16 @@ static void histogram(ql_view *v, const json_t *h)
     ql_buf b = {0};
     for (size_t i = 0; y && i < n; i++) {
         const json_t *bin = json_array_get(h, i);
-        y[i] = json_is_number(bin) ? json_number_value(bin)
-               : json_is_object(bin)
-                   ? ql_jnum(bin, "count", 0)
-                   : json_number_value(json_array_get(bin, json_array_size(bin) - 1));
+        y[i] = ql_jnum(bin, "count", 0);
+        if (y[i] > 0)
+            ql_buf_printf(&b, "%s%s–%s: %s", b.len ? ", " : "", ql_fmt_count(ql_jnum(bin, "from", 0)).s,
+                          ql_fmt_count(ql_jnum(bin, "to", 0) - 1).s, ql_fmt_count(y[i]).s);
     }
-    if (y && n > 1) {
-        ql_sparkline(&b, y, (int)n, 48);
-        ql_view_note(v, "lengths, short to long: %s", ql_buf_str(&b));
+    if (n > 2 && b.len) {
+        ql_buf_put(&b, "  ");
+        ql_sparkline(&b, y, (int)n, 24);
     }
+    if (b.len) ql_view_note(v, "rows by their tokens: %s", ql_buf_str(&b));
     free(y);
     ql_buf_free(&b);
 }
@@ -369,6 +375,17 @@ static void alternatives(ql_view *v, const json_t *list)
 
 static void chosen_words(const json_t *chosen, ql_buf *b)
 {
+    /* Numbers with their unit; a zero says nothing. */
+    static const struct {
+        const char *key, *one, *many;
+    } units[] = {{"kept", "1 layer keeps its activations", "layers keep their activations"},
+                 {"partly_recomputed", "1 partly recomputed", "partly recomputed"},
+                 {"recomputed", "1 recomputed", "recomputed"},
+                 {"offloaded", "1 offloaded", "offloaded"},
+                 {"world", "1 device", "devices"},
+                 {"micro_batches", "1 micro-batch", "micro-batches"},
+                 {"samples_per_step", "1 sample a step", "samples a step"},
+                 {"rows", "1 token a micro-batch", "tokens a micro-batch"}};
     const char *key;
     const json_t *v;
     if (*ql_jstr(chosen, "name", "")) {
@@ -377,12 +394,20 @@ static void chosen_words(const json_t *chosen, ql_buf *b)
     }
     json_object_foreach((json_t *)chosen, key, v)
     {
+        size_t k = 0;
         if (json_is_object(v) || json_is_array(v) || json_is_null(v) || json_is_false(v)) continue;
-        if (json_is_integer(v) && json_integer_value(v) == 0)
-            continue; /* "recomputed 0" says nothing */
+        if (json_is_integer(v) && json_integer_value(v) == 0) continue;
         ql_buf_put(b, b->len ? ", " : "");
-        for (const char *c = key; *c; c++) ql_buf_add(b, *c == '_' ? " " : c, 1);
-        ql_buf_put(b, " ");
+        while (k < sizeof units / sizeof *units && strcmp(units[k].key, key) != 0) k++;
+        if (k < sizeof units / sizeof *units && json_is_integer(v)) {
+            if (json_integer_value(v) == 1)
+                ql_buf_put(b, units[k].one);
+            else
+                ql_buf_printf(b, "%s %s", ql_fmt_count(json_number_value(v)).s, units[k].many);
+            continue;
+        }
+        for (const char *c = key; *c && strcmp(key, "dtype") != 0; c++) ql_buf_add(b, *c == '_' ? " " : c, 1);
+        ql_buf_put(b, strcmp(key, "dtype") == 0 ? "" : " ");
         setting_text(v, b);
     }
 }
@@ -420,6 +445,13 @@ json_t *ql_view_plan(const json_t *p, const char *on)
     return ql_view_bundle(&v, p);
 }
 
+static int has_category(const json_t *devices, const char *name)
+{
+    for (size_t i = 0; i < json_array_size(devices); i++)
+        if (ql_jnum(json_object_get(json_array_get(devices, i), "bytes"), name, 0) > 0) return 1;
+    return 0;
+}
+
 json_t *ql_view_memory(const json_t *ev)
 {
     ql_view v = {0};
@@ -441,6 +473,10 @@ json_t *ql_view_memory(const json_t *ev)
             ql_table_cell(&t, "%s", bytes_or_dash(ql_jnum(d, keys[k], NONE), &s));
     }
     if (json_array_size(devices) > 0) ql_table_end(&v, &t);
+    if (has_category(devices, "runtime"))
+        ql_view_note(&v, "runtime: what the ranks' processes hold beside our arena (context, libraries, communicator)");
+    if (has_category(devices, "others")) ql_view_note(&v, "others: other processes, and the driver");
+    if (has_category(devices, "outside")) ql_view_note(&v, "outside: all that is not our arena; the driver does not say whose");
     if (ql_jnum(ev, "host", 0) > 0)
         ql_view_note(&v, "host memory: %s", ql_fmt_bytes(ql_jnum(ev, "host", 0)).s);
     ql_buf_free(&names);
@@ -489,30 +525,49 @@ json_t *ql_view_verify(const json_t *r)
     return ql_view_bundle(&v, r);
 }
 
+/* The block to paste, its lines cut to a page's width. */
+static void paste(ql_view *v, const char *text)
+{
+    ql_buf b = {0};
+    for (const char *p = text; *p;) {
+        size_t n = strcspn(p, "\n");
+        char *line = strndup(p, n);
+        ql_view_wrap(&b, line ? line : "", QL_VIEW_COLUMNS - 2, 6);
+        ql_buf_put(&b, "\n");
+        free(line);
+        p += n + (p[n] == '\n');
+    }
+    ql_view_note(v, "To paste:");
+    ql_view_code(v, ql_buf_str(&b));
+    ql_buf_free(&b);
+}
+
 json_t *ql_view_bench(const json_t *r)
 {
     ql_view v = {0};
     ql_buf names = {0};
     ql_table t;
-    size_t i;
-    const json_t *c;
+    size_t i, k;
+    const json_t *c, *x;
     ql_view_title(&v, "bench", "%s", ql_jstr(r, "device", ""));
-    ql_table_begin(&t, "what|measured>|of the ceiling>|", &names);
+    ql_table_begin(&t, "what|measured>|of a copy>|each device", &names);
     json_array_foreach(json_object_get(r, "rows"), i, c)
     {
         double part = ql_jnum(c, "of_peak", NONE);
+        ql_buf each = {0};
         ql_table_cell(&t, "%s", ql_jstr(c, "name", ""));
         ql_table_cell(&t, "%s %s", ql_fmt_num(ql_jnum(c, "value", NONE), 4).s,
                       ql_jstr(c, "unit", ""));
-        if (isfinite(part))
-            ql_table_cell(&t, "%.0f %%", part * 100);
-        else
-            ql_table_cell(&t, "%s", "");
-        ql_table_cell(&t, "%s", ql_jstr(c, "text", ""));
+        ql_table_cell(&t, isfinite(part) ? "%.0f %%" : "", part * 100);
+        json_array_foreach(json_object_get(c, "each"), k, x)
+            ql_buf_printf(&each, "%s%s", k ? "  " : "", ql_fmt_num(json_number_value(x), 4).s);
+        ql_table_cell(&t, "%s", ql_buf_str(&each));
+        ql_buf_free(&each);
     }
     ql_table_end(&v, &t);
-    ql_view_note(&v, "To paste:");
-    ql_view_code(&v, ql_jstr(r, "text", ""));
+    json_array_foreach(json_object_get(r, "rows"), i, c)
+        if (*ql_jstr(c, "text", "")) ql_view_note(&v, "%s: %s", ql_jstr(c, "name", ""), ql_jstr(c, "text", ""));
+    paste(&v, ql_jstr(r, "text", ""));
     ql_buf_free(&names);
     return ql_view_bundle(&v, r);
 }
@@ -522,7 +577,7 @@ static void generated(ql_view *v, const char *label, const char *prompt, const c
     ql_buf b = {0};
     if (*label) ql_view_note(v, "%s", label);
     ql_buf_printf(&b, "%s%s", prompt, text);
-    ql_buf_put(&v->html, "<pre style=\"white-space:pre-wrap;margin:2px 0 8px "
+    ql_buf_put(&v->html, "<pre style=\"white-space:pre-wrap;word-break:normal;overflow-wrap:break-word;margin:2px 0 8px "
                          "0;line-height:1.35\"><span style=\"opacity:0.65\">");
     ql_buf_html(&v->html, prompt);
     ql_buf_put(&v->html, "</span>");

@@ -57,6 +57,7 @@ static range y_range(const json_t *panel)
     json_array_foreach(json_object_get(panel, "series"), s,
                        series) for (size_t i = 0; i < json_array_size(json_object_get(series, "y"));
                                     i++) extend(&r, item(json_object_get(series, "y"), i));
+    extend(&r, ql_jnum(panel, "ymax", (double)NAN));
     int floor_at_zero = json_is_true(json_object_get(panel, "floor"));
     if (floor_at_zero || json_is_true(json_object_get(panel, "zero"))) extend(&r, 0);
     if (!(r.lo <= r.hi)) r.lo = 0, r.hi = 1;
@@ -174,6 +175,16 @@ static void marks(ql_buf *b, const frame *f, const json_t *xs, const json_t *ys,
     }
 }
 
+static void stack(ql_buf *b, const frame *f, const json_t *s)
+{
+    const json_t *xs = json_object_get(s, "x"), *ys = json_object_get(s, "y"), *low = json_object_get(s, "low");
+    size_t n = json_array_size(xs);
+    ql_buf_printf(b, "<path fill=\"%s\" d=\"M", ql_jstr(s, "colour", INK));
+    for (size_t i = 0; i < n; i++) ql_buf_printf(b, "%s%.1f %.1f", i ? "L" : "", px(f, item(xs, i)), py(f, item(ys, i)));
+    for (size_t i = n; i-- > 0;) ql_buf_printf(b, "L%.1f %.1f", px(f, item(xs, i)), py(f, item(low, i)));
+    ql_buf_put(b, "Z\"/>");
+}
+
 static void draw_series(ql_buf *b, const frame *f, const json_t *s)
 {
     const json_t *xs = json_object_get(s, "x"), *ys = json_object_get(s, "y");
@@ -182,10 +193,9 @@ static void draw_series(ql_buf *b, const frame *f, const json_t *s)
         marks(b, f, xs, ys, colour, kind[0] == 'c');
         return;
     }
-    if (strcmp(kind, "area") == 0 && json_array_size(xs) > 1) {
-        ql_buf_printf(b, "<path fill=\"%s\" fill-opacity=\"0.12\" d=\"", colour);
-        path(b, f, xs, ys);
-        ql_buf_printf(b, "V%.1fH%.1fZ\"/>", f->y + f->h, px(f, item(xs, 0)));
+    if (strcmp(kind, "stack") == 0) {
+        stack(b, f, s);
+        return;
     }
     int faint = strcmp(kind, "faint") == 0, wide = strcmp(kind, "wide") == 0;
     ql_buf_printf(b,
@@ -251,6 +261,19 @@ static void legend(ql_buf *b, const json_t *panel, double right, double y)
     }
 }
 
+/* Beside the chart, in the order of the stack. */
+static void legend_right(ql_buf *b, const json_t *panel, double x, double y)
+{
+    const json_t *all = json_object_get(panel, "series");
+    for (size_t i = json_array_size(all); i-- > 0; y += 18) {
+        const json_t *s = json_array_get(all, i);
+        ql_buf_printf(b, "<rect x=\"%.1f\" y=\"%.1f\" width=\"10\" height=\"10\" fill=\"%s\"/><text x=\"%.1f\" y=\"%.1f\" fill=\"" INK "\">",
+                      x, y - 9, ql_jstr(s, "colour", INK), x + 16, y);
+        ql_buf_html(b, ql_jstr(s, "label", ql_jstr(s, "name", "")));
+        ql_buf_put(b, "</text>");
+    }
+}
+
 ql_status ql_chart_svg(const json_t *chart, ql_buf *b)
 {
     double width = ql_jnum(chart, "width", 720), height = ql_jnum(chart, "height", 280),
@@ -269,12 +292,17 @@ ql_status ql_chart_svg(const json_t *chart, ql_buf *b)
     ql_buf_put(b, "<text x=\"58\" y=\"24\" font-size=\"13\" font-weight=\"600\" fill=\"" INK "\">");
     ql_buf_html(b, ql_jstr(chart, "title", ""));
     ql_buf_put(b, "</text>");
-    legend(b, json_array_get(panels, 0), width - 18, 24);
+    int beside = strcmp(ql_jstr(chart, "legend", ""), "right") == 0;
+    double right = beside ? 168 : 18;
+    if (beside)
+        legend_right(b, json_array_get(panels, 0), width - right + 14, 52);
+    else
+        legend(b, json_array_get(panels, 0), width - right, 24);
     json_array_foreach((json_t *)panels, p, panel)
     {
         frame f = {58,
                    y,
-                   width - 58 - 18,
+                   width - 58 - right,
                    room * ql_jnum(panel, "weight", 1) / weights,
                    x_range(chart),
                    y_range(panel)};
@@ -295,7 +323,7 @@ enum { DOT_COLUMNS = 66, DOT_ROWS_MAX = 12 };
 static int is_curve(const json_t *series)
 {
     const char *kind = ql_jstr(series, "kind", "line");
-    return strcmp(kind, "line") == 0 || strcmp(kind, "wide") == 0 || strcmp(kind, "area") == 0;
+    return strcmp(kind, "line") == 0 || strcmp(kind, "wide") == 0 || strcmp(kind, "stack") == 0;
 }
 
 static void dot(unsigned char cells[DOT_ROWS_MAX][DOT_COLUMNS], int rows, double fx, double fy)
@@ -334,8 +362,11 @@ static void dot_panel(const json_t *panel, range xr, int rows, ql_buf *text)
     size_t s;
     const json_t *series;
     json_array_foreach(json_object_get(panel, "series"), s,
-                       series) if (strcmp(ql_jstr(series, "kind", "line"), "faint") != 0)
-        dot_series(cells, rows, series, xr, yr);
+                       series)
+    {
+        int stacked = strcmp(ql_jstr(series, "kind", "line"), "stack") == 0, last = s + 1 == json_array_size(json_object_get(panel, "series"));
+        if (strcmp(ql_jstr(series, "kind", "line"), "faint") != 0 && (!stacked || last)) dot_series(cells, rows, series, xr, yr); /* of a stack: the sum */
+    }
     double step = (yr.hi - yr.lo) / 50; /* finer than a row: labels show what a row stands for */
     for (int r = 0; r < rows; r++) {
         double v = r == 0 ? yr.hi : r == rows - 1 ? yr.lo : (double)NAN;
@@ -352,6 +383,13 @@ static void dot_panel(const json_t *panel, range xr, int rows, ql_buf *text)
     }
 }
 
+/* One of a list of words that wraps. */
+static void text_item(ql_buf *text, int *column, const char *part)
+{
+    if ((*column += ql_text_width(part)) > 60) ql_buf_put(text, "\n "), *column = ql_text_width(part);
+    ql_buf_put(text, part);
+}
+
 void ql_chart_text(const json_t *chart, ql_buf *text)
 {
     const json_t *panels = json_object_get(chart, "panels"), *panel, *s;
@@ -364,21 +402,25 @@ void ql_chart_text(const json_t *chart, ql_buf *text)
         const char *name = ql_jstr(s, "name", "");
         double last = (double)NAN;
         const json_t *ys = json_object_get(s, "y");
-        if (!is_curve(s)) continue;
-        for (size_t k = json_array_size(ys); k-- > 0 && !isfinite(last);) last = item(ys, k);
         char part[96];
+        if (!is_curve(s)) continue;
+        if (json_object_get(s, "label")) { /* it has its figure */
+            snprintf(part, sizeof part, " · %.80s", ql_jstr(s, "label", ""));
+            text_item(text, &column, part);
+            continue;
+        }
+        for (size_t k = json_array_size(ys); k-- > 0 && !isfinite(last);) last = item(ys, k);
         snprintf(part, sizeof part, " · %.*s %s", (int)ql_text_fit(name, 30), name,
                  ql_fmt_num(last, 5).s);
-        if ((column += ql_text_width(part)) > 60) ql_buf_put(text, "\n "), column = 0;
-        ql_buf_put(text, part);
+        text_item(text, &column, part);
     }
     ql_buf_put(text, "\n");
     json_array_foreach((json_t *)panels, p, panel)
     {
-        if (p > 0)
-            ql_buf_printf(text, "%s: %s\n", ql_jstr(panel, "ylabel", ""),
-                          ql_jstr(panel, "text", ""));
-        dot_panel(panel, xr, p == 0 ? 10 : 4, text);
+        const char *label = ql_jstr(panel, "ylabel", ""), *note = ql_jstr(panel, "text", "");
+        int alike = p == 0 ? json_array_size(panels) > 1 && ql_jnum(json_array_get(panels, 1), "weight", 1) >= 1 : ql_jnum(panel, "weight", 1) >= 1; /* a panel per device, not a difference below */
+        if ((p > 0 || alike) && (*label || *note)) ql_buf_printf(text, "%s%s%s\n", label, *label ? ": " : "", note);
+        dot_panel(panel, xr, json_array_size(panels) > 1 && alike ? 5 : p == 0 ? 10 : 4, text);
     }
     ql_buf_pad(text, ' ', 10);
     ql_buf_put(text, "└");

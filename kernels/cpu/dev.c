@@ -106,12 +106,14 @@ static ql_status cpu_info(ql_dev *d, ql_dev_info *out)
 
 static ql_status cpu_memory(ql_dev *d, ql_dev_memory *out)
 {
-    int64_t rss = number_in("/proc/self/status", "VmRSS:"), total, available;
+    /* What is this process' alone: pages of a mapped file are the page cache's. A block that is not touched yet counts all the same. */
+    int64_t own = number_in("/proc/self/status", "RssAnon:"), allocated = atomic_load(&d->allocated), total, available;
     host_memory(&total, &available);
-    *out = (ql_dev_memory){.allocated = atomic_load(&d->allocated),
+    own = own < 0 ? allocated : ql_max64(own * 1024, allocated);
+    *out = (ql_dev_memory){.allocated = allocated,
                            .peak = atomic_load(&d->peak),
-                           .process = rss < 0 ? -1 : rss * 1024,
-                           .used = total - available,
+                           .process = own,
+                           .used = own,
                            .total = total,
                            .temperature_c = -1,
                            .power_w = -1,

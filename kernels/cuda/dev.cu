@@ -138,7 +138,11 @@ static ql_status dev_memory(ql_dev *d, ql_dev_memory *out)
         nvmlDevice_t h = (nvmlDevice_t)d->nvml;
         nvmlProcessInfo_t p[64];
         nvmlUtilization_t u;
+        nvmlMemory_t whole;
         unsigned n = 64, value;
+        /* NVML's figures, which nvidia-smi shows; not for a part of a GPU (MIG), whose handle is the whole one's. */
+        if (nvml.memory(h, &whole) == NVML_SUCCESS && whole.total >= total && whole.total - total < total / 16)
+            m.total = (int64_t)whole.total, m.used = (int64_t)whole.used;
         /* Inside a container the driver counts processes under other ids; a single one is ours then. */
         if (nvml.processes(h, &n, p) == NVML_SUCCESS)
             for (unsigned i = 0; i < n; i++)

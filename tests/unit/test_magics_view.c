@@ -101,10 +101,10 @@ TEST(plan_view)
         0, NULL);
     CHECK(same(plain(ql_view_plan(p, "2xT4")),
                "fits · 2xT4, store sharded, schedule loop\n"
-               "device  bytes                                                   total\n"
-               "──────  ────────────────────────────────────────  ───────────────────\n"
-               "0       ████████▓▓▓·····························  4.00 GiB / 15.0 GiB\n"
-               "1       ████████▓▓▓·····························  4.00 GiB / 15.0 GiB\n"
+               "device  bytes                                               total\n"
+               "──────  ────────────────────────────────────  ───────────────────\n"
+               "0       ███████▓▓▓··························  4.00 GiB / 15.0 GiB\n"
+               "1       ███████▓▓▓··························  4.00 GiB / 15.0 GiB\n"
                "   category            0         1\n"
                "─  ───────────  ────────  ────────\n"
                "█  base         3.00 GiB  3.00 GiB\n"
@@ -124,12 +124,12 @@ TEST(data_view)
     json_t *r =
         json_loads("{\"name\":\"d\",\"rows\":1200,\"tokens\":52000,\"trained_tokens\":26000,"
                    "\"skipped\":{\"empty\":3},\"truncated\":7,"
-                   "\"histogram\":[1,5,9,4],\"warnings\":[\"all "
+                   "\"histogram\":[{\"from\":0,\"to\":64,\"count\":1},{\"from\":64,\"to\":128,\"count\":5},{\"from\":128,\"to\":256,\"count\":0},{\"from\":256,\"to\":512,\"count\":4}],\"warnings\":[\"all "
                    "pads\"],\"samples\":[{\"text\":\"Q: hi\\nA: yo\",\"spans\":[[9,11,true]]}]}",
                    0, NULL);
     CHECK(same(plain(ql_view_data(r)),
                "d · 1,200 rows, 52,000 tokens, 26,000 of them trained on (50 %)\n"
-               "lengths, short to long: ▁▅█▄\n"
+               "rows by their tokens: 0–63: 1, 64–127: 5, 256–511: 4  ▂█▁▇\n"
                "7 rows are cut at max_length\n3 rows left out: empty\n! all pads\n  | Q: hi\n  | "
                "A: ‹yo›\nMarked parts are trained on."));
     json_decref(r);

@@ -18,15 +18,15 @@ def _series(ax, s):
         ax.plot(x, y, "o", markersize=5, markerfacecolor="white", markeredgecolor=colour, markeredgewidth=1.4, label=s["name"])
     elif kind == "cross":
         ax.plot(x, y, "x", markersize=6, markeredgecolor=colour, markeredgewidth=1.4, label=s["name"])
+    elif kind == "stack":
+        ax.fill_between(x, _numbers(s["low"]), y, color=colour, linewidth=0, label=s["label"])
     else:
-        if kind == "area":
-            ax.fill_between(x, y, 0, color=colour, alpha=0.12, linewidth=0)
         lone = sum(v == v for v in y) == 1
         ax.plot(x, y, marker="o" if lone else None, markersize=4, color=colour, linewidth=1.6,
                 solid_joinstyle="round", solid_capstyle="round", label=s["name"])
 
 
-def draw_panel(ax, panel, xlabel=None, title=None, xlim=None):
+def draw_panel(ax, panel, xlabel=None, title=None, xlim=None, legend="top"):
     """One panel on an Axes, in the house's style; everything is set on this Axes alone."""
     from matplotlib.ticker import MaxNLocator
     for s in panel["series"]:
@@ -34,8 +34,8 @@ def draw_panel(ax, panel, xlabel=None, title=None, xlim=None):
     if panel.get("zero"):
         ax.axhline(0, color=LINE, linewidth=0.8, zorder=0.5)
     if panel.get("floor"):
-        top = max((v for s in panel["series"] for v in s["y"] if v is not None), default=1)
-        ax.set_ylim(0, top * 1.06 or 1)
+        top = panel.get("ymax") or 1.06 * max((v for s in panel["series"] for v in s["y"] if v is not None), default=1)
+        ax.set_ylim(0, top or 1)
     if xlim and xlim[0] < xlim[1]:
         pad = 0.01 * (xlim[1] - xlim[0])
         ax.set_xlim(xlim[0] - pad, xlim[1] + pad)
@@ -55,7 +55,10 @@ def draw_panel(ax, panel, xlabel=None, title=None, xlim=None):
     named = {}
     for handle, label in zip(*ax.get_legend_handles_labels()):
         named.setdefault(label, handle)
-    if title and named:
+    if title and named and legend == "right":
+        ax.legend(list(named.values())[::-1], list(named)[::-1], loc="upper left", bbox_to_anchor=(1.01, 1.04), frameon=False, fontsize=8.5,
+                  labelcolor=INK, handlelength=0.8, handleheight=0.8, borderaxespad=0)
+    elif title and named:
         ax.legend(named.values(), named.keys(), loc="lower right", bbox_to_anchor=(1.0, 1.0), ncol=min(len(named), 5), frameon=False,
                   fontsize=8.5, labelcolor=INK, handlelength=1.4, columnspacing=1.4, borderaxespad=0.2)
     if panel.get("text"):
@@ -83,7 +86,8 @@ def figure(chart, dpi=160):
 def draw(chart, axes):
     panels, xlim = chart["panels"], _xlim(chart)
     for i, (ax, panel) in enumerate(zip(axes, panels)):
-        draw_panel(ax, panel, chart["xlabel"] if i == len(panels) - 1 else None, chart["title"] if i == 0 else None, xlim)
+        draw_panel(ax, panel, chart["xlabel"] if i == len(panels) - 1 else None, chart["title"] if i == 0 else None, xlim,
+                   chart.get("legend", "top"))
 
 
 def png(chart):
