@@ -264,12 +264,31 @@ static ql_status bundled_data(ql_job *job, char **path)
     return st;
 }
 
-/* A notebook's variable wins over a file of the same name: it is what the person has in mind. */
+/* A bare name that is a variable of the notebook, and also a file, a folder or bundled data here, could mean either. */
+static ql_status one_meaning(ql_magics *m, const char *name)
+{
+    json_t *found = NULL;
+    char *bundled = ql_session_bundled(m, name);
+    int here = access(name, F_OK) == 0, ours = bundled && strcmp(bundled, name) != 0;
+    free(bundled);
+    if (!here && !ours) return QL_OK;
+    QL_TRY(m->host.variable(m->host.self, name, "", &found)); /* only asks whether it has rows */
+    int both = found && !json_is_null(found);
+    json_decref(found);
+    if (both)
+        QL_FAIL(QL_EINVAL, "%s is a variable of this notebook and also %s: give one another name%s%s%s", name, here ? "a file here" : "bundled data",
+                here ? " (or say ./" : "", here ? name : "", here ? " for the file)" : "");
+    return QL_OK;
+}
+
+/* A variable's rows are written to a file of theirs; other names are files, folders or on the hub. */
 static ql_status data_source(ql_magics *m, const char *name, const ql_job *job, char **path)
 {
     json_t *found = NULL;
-    if (m->host.variable && identifier(name))
+    if (m->host.variable && identifier(name)) {
+        QL_TRY(one_meaning(m, name));
         QL_TRY(m->host.variable(m->host.self, name, m->runs, &found));
+    }
     const char *file = ql_jstr(found, "path", NULL);
     ql_status st = QL_OK;
     if (!file) st = ql_session_fetch(m, QL_FETCH_DATA, name, NULL, ql_job_get(job, "data_files"), path);

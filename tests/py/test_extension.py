@@ -94,12 +94,30 @@ def test_variables_are_data(kernel):
     path = kernel.value("c['data']")
     assert path.startswith("runs/.data/df-") and kernel.value(f"open({path!r}).read()") == \
         '{"prompt": "a", "completion": "x", "n": 0, "m": 0.5}\n{"prompt": "b", "completion": "y", "n": 1, "m": null}\n'
-    for code, part in [("ds = [1, 2]", "ds[0] is a int"), ("ds = []", "ds has no rows")]:
+    # A generator is read once; a data set in blocks of its columns, as datasets.Dataset gives them.
+    reply, out = kernel.run("g = ({'text': str(i)} for i in range(3))\n%qlora data g;\ntext = open(qlora.run('config')['data']).read()")
+    assert kernel.value("text") == '{"text": "0"}\n{"text": "1"}\n{"text": "2"}\n'
+    kernel.run("""
+class Columns:
+    column_names = ['text', 'n']
+    def iter(self, batch_size):
+        for i in range(0, 2500, batch_size):
+            some = range(i, min(i + batch_size, 2500))
+            yield {'text': [f'row {k}' for k in some], 'n': list(some)}
+blocks = Columns()
+%qlora data blocks;
+text = open(qlora.run('config')['data']).read().splitlines()""")
+    assert kernel.value("len(text), text[0], text[-1]") == (2500, '{"text": "row 0", "n": 0}', '{"text": "row 2499", "n": 2499}')
+    reply, out = kernel.run("%qlora data df;")
+    for code, part in [("ds = [1, 2]", "ds[0] is a int"), ("ds = []", "ds has no rows"), ("ds = iter([])", "ds has no rows"),
+                       ("open('ds', 'w').close()\nds = [{'text': 'a'}]", "also a file here: give one another name (or say ./ds for the file)"),
+                       ("import os\nos.remove('ds')\ntiny = [{'text': 'a'}]\n%qlora data tiny;", "tiny is a variable of this notebook and also bundled data")]:
         reply, out = kernel.run(f"{code}\n%qlora data ds")
         assert reply["status"] == "error" and part in reply["evalue"], reply
     # What failed changed nothing, and left no part of a file.
     assert kernel.value("(%s)" % "__import__('qlora').run('config')['data']") == path
     assert kernel.value("__import__('glob').glob('runs/.data/*.part')") == []
+    kernel.run("del tiny")
     # A name that is no data is a file's name.
     reply, out = kernel.run("def d(): pass\n%qlora data d;")
     assert reply["status"] == "error" and reply["evalue"].startswith("d: there is no such file"), reply
