@@ -1,5 +1,6 @@
 #include "core/chat.h"
 
+#include "core/file.h"
 #include "core/jinja.h"
 
 #include <stdlib.h>
@@ -178,4 +179,24 @@ const char *ql_chat_builtin(const char *name)
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (strcmp(name, all[i].name) == 0) return all[i].text;
     return NULL;
+}
+
+ql_status ql_chat_template(const char *given, char **out)
+{
+    const char *built = ql_chat_builtin(given);
+    char *text = NULL;
+    size_t n = 0;
+    if (!built && !strpbrk(given, "{\n")) { /* no template writes the same for every conversation */
+        if (!ql_path_is_file(given))
+            QL_FAIL(QL_EINVAL, "chat_template: '%.200s' is no template, no file, and none of chatml, alpaca, llama-3, mistral", given);
+        QL_TRY(ql_file_read(given, 1 << 20, &text, &n));
+        if (memchr(text, 0, n)) {
+            free(text);
+            QL_FAIL(QL_EINVAL, "chat_template: %.200s is not a text file", given);
+        }
+    } else if (!(text = strdup(built ? built : given))) {
+        QL_FAIL(QL_ENOMEM, "no memory for a chat template");
+    }
+    *out = text;
+    return QL_OK;
 }

@@ -33,6 +33,8 @@ void ql_chat_close(ql_chat *c);
  * itself raises; QL_ENOSUP where spans are asked for and rendering is not prefix-stable. */
 ql_status ql_chat_render(const ql_chat *c, const json_t *messages, const json_t *tools,
                          const json_t *extra, unsigned flags, ql_chat_text *out) QL_MUST_USE;
+/* What a chat_template setting means: a built-in template's name, a template's text, or a file of one. Caller frees. */
+ql_status ql_chat_template(const char *given, char **out) QL_MUST_USE;
 /* Built-in templates by name: "chatml", "alpaca", "llama-3", "mistral"; NULL: none of that name. */
 const char *ql_chat_builtin(const char *name);
 

@@ -120,9 +120,11 @@ static ql_status add_chats(preparing *p, const char *given, const json_t *chats)
     ql_status st = QL_OK;
     size_t i;
     json_t *messages;
-    const char *built = given ? ql_chat_builtin(given) : NULL, *jinja = built ? built : given ? given : ql_tok_info(tok)->chat_template;
+    char *text = NULL;
+    if (given) QL_TRY(ql_chat_template(given, &text));
+    const char *jinja = text ? text : ql_tok_info(tok)->chat_template;
     if (!jinja) QL_FAIL(QL_EINVAL, "generate: this model has no chat template: give a plain prompt, or `config --chat_template chatml`");
-    QL_TRY(ql_chat_open(jinja, ql_tok_info(tok), &chat));
+    QL_GO(ql_chat_open(jinja, ql_tok_info(tok), &chat));
     json_array_foreach((json_t *)(uintptr_t)chats, i, messages)
     {
         ids.len = 0;
@@ -131,6 +133,7 @@ static ql_status add_chats(preparing *p, const char *given, const json_t *chats)
         QL_GO(add_ids(p, ids.data, ids.len));
     }
 out:
+    free(text);
     ql_chat_close(chat);
     ql_chat_text_free(&t);
     ql_ids_free(&ids);

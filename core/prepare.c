@@ -45,14 +45,14 @@ static ql_status list_files(const ql_job *job, const char *data, const json_t *i
     return QL_OK;
 }
 
-static ql_data_options options(const ql_job *job, const char *cache, int eval)
+/* *template is what of it has to be freed. */
+static ql_status options(const ql_job *job, const char *cache, int eval, ql_data_options *out, char **template)
 {
     const json_t *completion = ql_job_get(job, "completion_only_loss"), *eval_packing = ql_job_get(job, "eval_packing");
     int pack = eval && !json_is_null(eval_packing) ? json_is_true(eval_packing) : ql_job_bool(job, "packing");
     const char *how = ql_job_str(job, "packing_strategy");
     ql_data_options o = {.text_field = ql_job_str(job, "dataset_text_field"),
                          .max_length = ql_job_int(job, "max_length"),
-                         .chat_template = ql_job_str(job, "chat_template"),
                          .eos_token = ql_job_str(job, "eos_token"),
                          .cache_dir = cache};
     if (pack)
@@ -64,9 +64,10 @@ static ql_data_options options(const ql_job *job, const char *cache, int eval)
         o.loss_on = QL_LOSS_RESPONSES;
     else if (json_is_boolean(completion))
         o.loss_on = json_is_true(completion) ? QL_LOSS_RESPONSES : QL_LOSS_ALL;
-    const char *built = o.chat_template ? ql_chat_builtin(o.chat_template) : NULL;
-    if (built) o.chat_template = built;
-    return o;
+    if (ql_job_str(job, "chat_template")) QL_TRY(ql_chat_template(ql_job_str(job, "chat_template"), template));
+    o.chat_template = *template;
+    *out = o;
+    return QL_OK;
 }
 
 /* Rows of one data setting to a tokenised file in the cache. */
@@ -78,7 +79,9 @@ static ql_status tokenise(const ql_job *job, const char *data, const json_t *ins
     ql_tokenising *t = NULL;
     ql_status st = QL_OK;
     int64_t done = 0, total = 1;
-    ql_data_options o = options(job, cache, eval);
+    char *template = NULL;
+    ql_data_options o;
+    QL_TRY(options(job, cache, eval, &o, &template));
     QL_GO(list_files(job, data, inside, &f));
     QL_GO(ql_table_open((const char *const *)f.path, f.n, eval ? NULL : ql_job_str(job, "split"), &rows));
     QL_GO(ql_tokenise_start(rows, tok, &o, &t));
@@ -99,6 +102,7 @@ out:
     ql_tokenise_free(t);
     ql_table_close(rows);
     files_free(&f);
+    free(template);
     return st;
 }
 

@@ -67,13 +67,23 @@ def test_pieces_make_the_text(engine):
     assert pieces == end["result"]["texts"]
 
 
-def test_chats(engine):
+def test_chats(engine, tmp_path):
     header = "<|start_header_id|>{}<|end_header_id|>\n\n{}"
     def said(*messages):
         return "".join(header.format(m["role"], m["content"]) + "<|eot_id|>" for m in messages) + header.format("assistant", "")
     brief, hello, pie = ({"role": r, "content": c} for r, c in (("system", "Be brief."), ("user", "Hello there"), ("user", "Apple pie?")))
     # The tokenizer puts the begin token before a plain prompt; the template does so itself.
     assert texts(engine, [], messages=[[hello], [brief, pie]]) == texts(engine, [said(hello), said(brief, pie)])
+    # Another template: by its text, by the file that holds it, by name.
+    mine = "{{ bos_token }}{% for m in messages %}<{{ m.role }}> {{ m.content }}!{% endfor %}"
+    (tmp_path / "mine.jinja").write_text(mine)
+    want = texts(engine, ["<user> Hello there!"])
+    for given in (mine, str(tmp_path / "mine.jinja")):
+        assert texts(engine, [], messages=[[hello]], job=job(data=None, chat_template=given)) == want
+    want = texts(engine, ["### Instruction:\nHello there\n\n### Response:\n"])
+    assert texts(engine, [], messages=[[hello]], job=job(data=None, chat_template="alpaca")) == want
+    events, end = engine.run("generate", job=job(data=None, chat_template="vicuna"), prompts=[], messages=[[hello]])
+    assert end["ev"] == "error" and "'vicuna' is no template, no file, and none of chatml" in end["text"]
 
 
 def test_no_adapter_is_the_base(engine, tmp_path):

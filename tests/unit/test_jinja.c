@@ -191,6 +191,18 @@ TEST(builtin_templates)
         ql_chat_close(c);
     }
     CHECK(!ql_chat_builtin("vicuna"));
+    char *given = NULL;
+    CHECK_OK(ql_chat_template("alpaca", &given));
+    CHECK_STR(given, ql_chat_builtin("alpaca"));
+    free(given);
+    CHECK_OK(ql_chat_template("{{ messages }}", &given));
+    CHECK_STR(given, "{{ messages }}");
+    free(given);
+    CHECK_OK(ql_chat_template("tests/text/templates/own_generation.jinja", &given));
+    CHECK(strstr(given, "{%"));
+    free(given);
+    CHECK_FAILS(ql_chat_template("tests/text/nothing.jinja", &given), QL_EINVAL, "no template, no file");
+    CHECK_FAILS(ql_chat_template("tests", &given), QL_EINVAL, "no file");
     ql_chat_text_free(&t), json_decref(m);
 }
 
