@@ -88,6 +88,7 @@ static ql_status read_update(const ql_job *job, ql_args *a)
 
 static ql_status read_memory(const ql_job *job, ql_args *a)
 {
+    static const char *const pipelines[] = {"auto", "off", "1f1b", "recompute_ahead"};
     const json_t *dm = ql_job_get(job, "device_memory"), *hm = ql_job_get(job, "host_memory");
     QL_TRY(ql_devices_parse(ql_job_str(job, "devices"), &a->devices));
     if (ql_job_bool(job, "use_cpu") && a->devices.kind == QL_DEVICES_AUTO) a->devices = (ql_devices){.kind = QL_DEVICES_CPU, .count = 1};
@@ -97,6 +98,7 @@ static ql_status read_memory(const ql_job *job, ql_args *a)
                                                                                                : pick(job, "gradient_checkpointing");
     a->activation_offload = pick(job, "activation_offloading");
     a->breadth = pick(job, "breadth");
+    a->pipeline = (ql_pipeline)word(job, "pipeline", pipelines, 4);
     a->exact_worlds = (int)ql_job_int(job, "exact_worlds");
     a->deadline_ms = ql_job_int(job, "deadline_ms");
     if (!json_is_null(hm)) QL_TRY(ql_bytes_parse(hm, "host_memory", &a->host_memory));

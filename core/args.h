@@ -10,6 +10,7 @@
 /* Settings that may be left to the planner. */
 typedef enum { QL_PICK_AUTO = -1, QL_PICK_NO, QL_PICK_YES } ql_pick;
 typedef enum { QL_EVERY_NO, QL_EVERY_STEPS, QL_EVERY_EPOCH, QL_EVERY_BEST } ql_every;
+typedef enum { QL_PIPELINE_AUTO, QL_PIPELINE_OFF, QL_PIPELINE_1F1B, QL_PIPELINE_AHEAD } ql_pipeline;
 typedef enum { QL_ORDER_RANDOM, QL_ORDER_SEQUENTIAL } ql_order;
 typedef enum { QL_TOKENS_NO, QL_TOKENS_YES } ql_token_count;
 
@@ -41,6 +42,7 @@ typedef struct {
     ql_fsdp fsdp;
     const json_t *store;   /* for ql_store_parse */
     ql_pick checkpointing, activation_offload, breadth;
+    ql_pipeline pipeline;
     int64_t device_memory[QL_MAX_DEVICES]; /* 0: what the device says */
     int64_t host_memory;                   /* 0: what the machine says */
     int exact_worlds;

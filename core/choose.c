@@ -1,5 +1,7 @@
 #include "core/choose.h"
 
+#include "core/cost.h"
+
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -43,10 +45,19 @@ static void store_all(chooser *c, ql_store_kind k, int from, int to)
         if (!c->fixed[l]) c->s->choice.store[l] = (uint8_t)k;
 }
 
+/* Is l among the top n layers? In a pipeline each stage has its share of them at its own top. */
+static int among_top(const ql_choice *c, int l, int n)
+{
+    int lo, hi, r = 0;
+    if (!ql_plan_piped(c)) return l >= c->layers - n;
+    for (ql_plan_stage(c, r, &lo, &hi); l >= hi;) ql_plan_stage(c, ++r, &lo, &hi);
+    return hi - l <= (hi - lo) * n / c->layers;
+}
+
 static void keep_top(chooser *c, int n, ql_keep keep, ql_keep rest)
 {
     ql_choice *ch = &c->s->choice;
-    for (int l = 0; l < ch->layers; l++) ch->keep[l] = (uint8_t)(l >= ch->layers - n ? keep : rest);
+    for (int l = 0; l < ch->layers; l++) ch->keep[l] = (uint8_t)(among_top(ch, l, n) ? keep : rest);
 }
 
 static void save_all(chooser *c, int on)
@@ -71,17 +82,16 @@ static int most(chooser *c, int lo, int hi, void (*set)(chooser *c, int n))
 
 static void set_stay(chooser *c, int n) /* n layers stay on the devices, the others rest on the host */
 {
-    ql_store_kind here = c->s->choice.world > 1 ? QL_STORE_SHARDED : QL_STORE_RESIDENT;
-    store_all(c, here, 0, n);
-    store_all(c, QL_STORE_HOST, n, c->s->choice.layers);
+    const ql_choice *ch = &c->s->choice;
+    ql_store_kind here = ch->world > 1 && !ql_plan_piped(ch) ? QL_STORE_SHARDED : QL_STORE_RESIDENT;
+    for (int l = 0; l < ch->layers; l++) store_all(c, among_top(ch, l, ch->layers - n) ? QL_STORE_HOST : here, l, l + 1);
 }
 
 static void set_keep_all(chooser *c, int n) { keep_top(c, n, QL_KEEP_ALL, QL_KEEP_INPUT); }
 static void set_cached(chooser *c, int n)
 {
     ql_choice *ch = &c->s->choice;
-    store_all(c, QL_STORE_RESIDENT, 0, ch->layers);
-    store_all(c, QL_STORE_RESIDENT16, ch->layers - n, ch->layers);
+    for (int l = 0; l < ch->layers; l++) store_all(c, among_top(ch, l, n) ? QL_STORE_RESIDENT16 : QL_STORE_RESIDENT, l, l + 1);
 }
 
 /* ---- where weights rest ----------------------------------------------------------------------- */
@@ -97,7 +107,7 @@ static void pick_store(chooser *c)
         say(c->why, "host: cpu_offload, every layer streams from one pinned copy");
         return;
     }
-    if (f->mode == QL_FSDP_ON) {
+    if (f->mode == QL_FSDP_ON && !ql_plan_piped(ch)) {
         store_all(c, f->reshard && ch->world > 1 ? QL_STORE_SHARDED : QL_STORE_RESIDENT, 0, n);
         if (ch->world > 1 && f->reshard)
             say(c->why, "sharded: fsdp, each of %d devices holds 1/%d of every layer", ch->world, ch->world);
@@ -113,7 +123,9 @@ static void pick_store(chooser *c)
     }
     if (fits(c)) {
         ql_mem_bytes(c->s, &device, &host);
-        if (ch->world > 1) {
+        if (ql_plan_piped(ch)) {
+            say(c->why, "resident (auto: the fullest of %d stages fits at %.2f GiB)", ch->world, gib(device));
+        } else if (ch->world > 1) {
             store_all(c, QL_STORE_SHARDED, 0, n);
             ql_mem_bytes(c->s, &sharded, &host);
             store_all(c, QL_STORE_RESIDENT, 0, n);
@@ -123,7 +135,7 @@ static void pick_store(chooser *c)
         }
         return;
     }
-    if (ch->world > 1) {
+    if (ch->world > 1 && !ql_plan_piped(ch)) {
         store_all(c, QL_STORE_SHARDED, 0, n);
         if (fits(c)) {
             ql_mem_bytes(c->s, &device, &host);
@@ -137,7 +149,7 @@ static void pick_store(chooser *c)
     c->host_later = 0;
     if (stay < 0) return;
     say(c->why, "%d layers %s, %d streamed from host memory (auto: the most that fits in %.2f GiB)", stay,
-        ch->world > 1 ? "sharded" : "resident", n - stay, gib(c->place->capacity));
+        ch->world > 1 && !ql_plan_piped(ch) ? "sharded" : "resident", n - stay, gib(c->place->capacity));
 }
 
 /* ---- activations ------------------------------------------------------------------------------ */
@@ -162,7 +174,7 @@ static void pick_keep(chooser *c)
     if (kept < learn) {
         /* Layers that cannot be kept whole may still keep all but gate and up. */
         int part = 0;
-        for (int n = learn - kept; n > 0; n /= 2) {
+        for (int n = ql_plan_piped(ch) ? 0 : learn - kept; n > 0; n /= 2) {
             for (int l = ch->layers - kept - part - n; l < ch->layers - kept - part; l++)
                 if (l >= ch->first) ch->keep[l] = QL_KEEP_NO_MLP;
             if (fits(c)) {
@@ -218,18 +230,38 @@ static ql_status fixed_stores(chooser *c)
         c->fixed[l] = k[l] != QL_STORE_AUTO;
         ch->store[l] = (uint8_t)(c->fixed[l] ? k[l] : QL_STORE_RESIDENT);
         if (ch->world == 1 && ch->store[l] == QL_STORE_SHARDED) ch->store[l] = QL_STORE_RESIDENT;
+        if (ql_plan_piped(ch) && ch->store[l] == QL_STORE_SHARDED)
+            QL_FAIL(QL_EINVAL, "layer %d: store sharded shares a layer among devices, a pipeline gives it to one: resident, resident16 or host, "
+                    "or --pipeline off", l);
     }
     if (some_fixed(c)) say(c->why, "store as set");
     return QL_OK;
 }
 
-ql_status ql_choose(ql_spec *spec, const ql_args *args, const ql_place *place, ql_reasons *why)
+/* What a stage has, and why. */
+static ql_status pick_stages(chooser *c)
+{
+    ql_choice *ch = &c->s->choice;
+    char text[96] = "";
+    int n = 0;
+    if (ch->world > ch->layers)
+        QL_FAIL(QL_EINVAL, "a pipeline of %d stages needs as many layers, this model has %d: fewer --devices, or --pipeline off", ch->world, ch->layers);
+    ql_cost_cut(c->s, c->s->rows);
+    for (int r = 0; r < ch->world; r++)
+        n += snprintf(text + n, sizeof text - (size_t)n, "%s%d", r ? ", " : "", ch->cut[r + 1] - ch->cut[r]);
+    say(c->why, "pipeline %s: stages of %s layers, even in work with the head on the last", ql_schedule_name(ch->schedule), text);
+    return QL_OK;
+}
+
+static ql_status choose_for(ql_spec *spec, const ql_args *args, const ql_place *place, ql_reasons *why, ql_schedule schedule)
 {
     chooser c = {.s = spec, .args = args, .place = place, .why = why};
     ql_choice *ch = &spec->choice;
     if (ch->layers > QL_MAX_LAYERS) QL_FAIL(QL_ENOSUP, "%d layers: at most %d", ch->layers, (int)QL_MAX_LAYERS);
-    ch->schedule = args->breadth == QL_PICK_YES ? QL_BREADTH : QL_LOOP;
-    keep_top(&c, 0, QL_KEEP_ALL, QL_KEEP_INPUT);
+    ch->schedule = schedule;
+    memset(ch->cut, 0, sizeof ch->cut);
+    memset(ch->keep, QL_KEEP_INPUT, sizeof ch->keep);
+    if (ql_plan_piped(ch)) QL_TRY(pick_stages(&c));
     save_all(&c, 0);
     QL_TRY(fixed_stores(&c));
     /* First where weights rest with everything else at its smallest, then what the rest of the memory buys. */
@@ -247,8 +279,47 @@ ql_status ql_choose(ql_spec *spec, const ql_args *args, const ql_place *place, q
                 "--optim paged_adamw_8bit", gib(device), gib(place->capacity));
     if (host > place->host)
         QL_FAIL(QL_ENOMEM, "this job needs %.2f GiB of host memory for what is offloaded, %.2f are there", gib(host), gib(place->host));
-    if (ch->pieces % ch->world)
+    if (ch->pieces % ch->world && !ql_plan_piped(ch))
         say(why, "not bit-exact on %d devices: %d micro-batches a step make %d equal pieces, which %d devices do not share evenly", ch->world,
             ch->g, ch->pieces, ch->world);
     return QL_OK;
+}
+
+/* `auto`: a pipeline where it is clearly quicker, or where it fits and nothing else does. */
+static ql_status choose_auto(ql_spec *spec, const ql_args *args, const ql_place *place, ql_reasons *why)
+{
+    static const ql_schedule ways[] = {QL_LOOP, QL_PIPE, QL_PIPE_AHEAD};
+    ql_rates r = ql_rates_of(place->arch);
+    ql_reasons best = {0};
+    ql_choice choice = {0}, smallest = {0};
+    double least = 0, plain = 0;
+    char words[1024] = "";
+    for (int i = 0; i < 3 && (i == 0 || spec->choice.layers >= spec->choice.world); i++) {
+        ql_reasons said = {0};
+        ql_status st = choose_for(spec, args, place, &said, ways[i]);
+        /* Projections are rough: a tenth is no reason to leave the common way. */
+        double seconds = st == QL_OK ? ql_cost_step(spec, spec->rows, &r) : 0, counted = i ? seconds / 0.9 : seconds;
+        if (st != QL_OK && st != QL_ENOMEM && i == 0) return st;
+        if (i == 0) smallest = spec->choice, plain = seconds;
+        if (i == 0) snprintf(words, sizeof words, "%s", ql_error());
+        ql_error_clear();
+        if (st != QL_OK || (least > 0 && counted >= least)) continue;
+        least = counted, choice = spec->choice, best = said;
+        if (i && plain > 0) say(&best, "pipeline (auto: %.3g s a step projected, %.3g without)", seconds, plain);
+        if (i && plain <= 0) say(&best, "pipeline (auto: nothing else fits)");
+    }
+    spec->choice = least > 0 ? choice : smallest;
+    for (int i = 0; i < best.n; i++) say(why, "%s", best.text[i]);
+    return least > 0 ? QL_OK : ql_fail(QL_ENOMEM, "%s", words);
+}
+
+ql_status ql_choose(ql_spec *spec, const ql_args *args, const ql_place *place, ql_reasons *why)
+{
+    ql_schedule plain = args->breadth == QL_PICK_YES ? QL_BREADTH : QL_LOOP;
+    int alone = spec->choice.world == 1, shards = args->fsdp.mode == QL_FSDP_ON && args->fsdp.reshard && !args->fsdp.offload;
+    if (alone && args->pipeline >= QL_PIPELINE_1F1B) say(why, "one device is a pipeline of one stage: a loop");
+    if (alone || args->pipeline == QL_PIPELINE_OFF || (args->pipeline == QL_PIPELINE_AUTO && (shards || plain == QL_BREADTH)))
+        return choose_for(spec, args, place, why, plain);
+    if (args->pipeline == QL_PIPELINE_AUTO) return choose_auto(spec, args, place, why);
+    return choose_for(spec, args, place, why, args->pipeline == QL_PIPELINE_1F1B ? QL_PIPE : QL_PIPE_AHEAD);
 }

@@ -327,8 +327,6 @@ static const struct {
     {"reduce_dtype", "float16", "gradients are added up in float32 only, so that every world size gives the same bits"},
     {"reduce_dtype", "bfloat16", "gradients are added up in float32 only, so that every world size gives the same bits"},
     {"packing_strategy", "bfd_split", "long samples are cut (bfd), or everything is one stream (wrapped)"},
-    {"pipeline", "1f1b", "layers are not split over devices yet; fsdp and store host spread a model that does not fit"},
-    {"pipeline", "recompute_ahead", "layers are not split over devices yet; fsdp and store host spread a model that does not fit"},
     {"loss_type", "dft", "only the negative log likelihood is computed"},
     {"train_sampling_strategy", "group_by_length", "the order is the seed's alone; packing avoids padding"},
 };

@@ -123,6 +123,21 @@ static ql_status check_memory(const ql_job *job)
     return QL_OK;
 }
 
+/* A stage has its layers whole, or streams them from the host. */
+static ql_status check_pipeline(const ql_job *job)
+{
+    ql_fsdp f;
+    const char *p = ql_job_str(job, "pipeline");
+    if (is(job, "pipeline", "off") || is(job, "pipeline", "auto")) return QL_OK;
+    QL_TRY(ql_fsdp_parse(ql_job_get(job, "fsdp"), ql_job_get(job, "fsdp_config"), &f, NULL));
+    if ((f.mode == QL_FSDP_ON && f.reshard && !f.offload) || store_is(job, "sharded"))
+        QL_FAIL(QL_EINVAL, "pipeline %s gives each device layers of its own, %s shares every layer: keep one (--fsdp false, or --pipeline off; "
+                "fsdp_config's cpu_offload and store host go with a pipeline)", p, store_is(job, "sharded") ? "store sharded" : "fsdp");
+    if (is(job, "breadth", "true"))
+        QL_FAIL(QL_EINVAL, "pipeline %s and breadth are two orders of the same work: keep one", p);
+    return QL_OK;
+}
+
 static ql_status check_devices(const ql_job *job)
 {
     ql_devices d;
@@ -140,6 +155,7 @@ ql_status ql_job_check(const ql_job *job)
     QL_TRY(check_data(job));
     QL_TRY(check_records(job));
     QL_TRY(check_memory(job));
+    QL_TRY(check_pipeline(job));
     QL_TRY(ql_lr_init(ql_job_str(job, "lr_scheduler_type"), ql_job_get(job, "lr_scheduler_kwargs"), ql_job_float(job, "learning_rate"), &lr));
     return check_devices(job);
 }

@@ -135,12 +135,15 @@ static const struct {
     const char *name, *changes;
     int needs_world;
 } alternatives[] = {
-    {"resident", "{\"fsdp\": false}", 0},
-    {"sharded", "{\"fsdp\": true}", 1},
-    {"sharded + offloaded activations", "{\"fsdp\": true, \"activation_offloading\": true}", 1},
-    {"offloaded activations", "{\"activation_offloading\": true}", 0},
-    {"cpu_offload", "{\"fsdp\": true, \"fsdp_config\": {\"cpu_offload\": true}}", 0},
-    {"cpu_offload + offloaded activations", "{\"fsdp\": true, \"fsdp_config\": {\"cpu_offload\": true}, \"activation_offloading\": true}", 0},
+    {"resident", "{\"fsdp\": false, \"pipeline\": \"off\"}", 0},
+    {"sharded", "{\"fsdp\": true, \"pipeline\": \"off\"}", 1},
+    {"sharded + offloaded activations", "{\"fsdp\": true, \"activation_offloading\": true, \"pipeline\": \"off\"}", 1},
+    {"offloaded activations", "{\"activation_offloading\": true, \"pipeline\": \"off\"}", 0},
+    {"cpu_offload", "{\"fsdp\": true, \"fsdp_config\": {\"cpu_offload\": true}, \"pipeline\": \"off\"}", 0},
+    {"pipeline", "{\"fsdp\": false, \"breadth\": false, \"pipeline\": \"1f1b\"}", 1},
+    {"pipeline, recompute ahead", "{\"fsdp\": false, \"breadth\": false, \"pipeline\": \"recompute_ahead\"}", 1},
+    {"pipeline + cpu_offload", "{\"breadth\": false, \"pipeline\": \"recompute_ahead\", \"fsdp\": true, \"fsdp_config\": {\"cpu_offload\": true}}", 1},
+    {"cpu_offload + offloaded activations", "{\"fsdp\": true, \"fsdp_config\": {\"cpu_offload\": true}, \"activation_offloading\": true, \"pipeline\": \"off\"}", 0},
 };
 
 /* Projected: operations over a rate that such a device sustains, or what has to be moved where that takes longer. */
@@ -198,7 +201,9 @@ static json_t *chosen_of(const ql_task *t)
     json_t *s = json_object();
     for (int i = 0; i < QL_STORES; i++)
         if (store[i]) json_object_set_new(s, ql_store_name((ql_store_kind)i), json_integer(store[i]));
-    return json_pack("{s:o,s:s,s:i,s:i,s:i,s:i,s:s,s:i,s:i,s:I,s:I}", "layers", s, "schedule", ql_schedule_name(c->schedule),
+    json_t *stages = json_array(); /* layers of each; none but in a pipeline */
+    for (int r = 0; ql_plan_piped(c) && r < c->world; r++) json_array_append_new(stages, json_integer(c->cut[r + 1] - c->cut[r]));
+    return json_pack("{s:o,s:s,s:o,s:i,s:i,s:i,s:i,s:s,s:i,s:i,s:I,s:I}", "layers", s, "schedule", ql_schedule_name(c->schedule), "stages", stages,
                      "kept", keep[QL_KEEP_ALL], "partly_recomputed", keep[QL_KEEP_NO_MLP], "recomputed", keep[QL_KEEP_INPUT], "offloaded", saved,
                      "dtype", ql_dtype_name(t->spec.dtype), "world", c->world, "micro_batches", c->g, "samples_per_step",
                      (json_int_t)(t->args.batch * c->g), "rows", (json_int_t)t->spec.rows);
@@ -308,7 +313,7 @@ ql_status ql_plan_report(const ql_job *job, const json_t *devices, json_t **out)
         snprintf(why, sizeof why, "%s", ql_error());
         ql_error_clear();
         room.capacity = INT64_MAX / 4, room.host = INT64_MAX / 4;
-        json_t *small = json_loads("{\"fsdp\": true, \"gradient_checkpointing\": true}", 0, NULL);
+        json_t *small = json_loads("{\"fsdp\": true, \"pipeline\": \"off\", \"gradient_checkpointing\": true}", 0, NULL);
         st = plan_with(job, small, &room, &q.data, &t);
         json_decref(small);
         if (st == QL_OK) st = build_report(job, &q, t, out);

@@ -144,7 +144,7 @@ TEST(bad_values_name_the_setting)
         {"load_in_8bit", "true", QL_ENOSUP, "LLM.int8"},
         {"deepspeed", "\"ds.json\"", QL_ENOSUP, "fsdp"},
         {"neftune_noise_alpha", "5", QL_ENOSUP, "NEFTune"},
-        {"pipeline", "\"1f1b\"", QL_ENOSUP, "not split over devices"},
+        {"pipeline", "\"gpipe\"", QL_EINVAL, "must be one of auto, off, 1f1b, recompute_ahead"},
         {"loss_denominator", "\"mean\"", QL_EINVAL, "shifted, hf_unshifted"},
         {"llm_int8_skip_modules", "[\"model.layers.*.mlp\"]", QL_EINVAL, "without wildcards"},
         {"llm_int8_skip_modules", "[1]", QL_EINVAL, "down_proj"},
