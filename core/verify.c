@@ -406,6 +406,36 @@ static ql_status check_layers(verify *v)
     return QL_OK;
 }
 
+/* Ranks that hold the same hold the same bits; the hash is that of the whole, whoever holds which part. */
+static ql_status check_rest(verify *v)
+{
+    int world = v->r->set.world, piped = ql_plan_piped(&v->t->spec.choice), ok = 1;
+    ql_verify_rest mine, all[QL_MAX_WORLD];
+    uint64_t small = 0, sum = 0, piece[QL_PIECES] = {0};
+    int64_t wrong = 0, vectors = 0;
+    char size[32];
+    const char *name = "";
+    QL_TRY(ql_verify_rest_of(v->r, &mine));
+    ql_exec_enter(v->r);
+    QL_TRY(share(v, &mine, (int64_t)sizeof mine, all));
+    for (int i = 0; i < world; i++) {
+        if (i == 0 || piped) small += all[i].small, vectors += all[i].vectors;
+        ok &= piped || all[i].small == small;
+        for (int p = 0; p < QL_PIECES; p++) {
+            if (!all[i].has[p]) continue;
+            ok &= !piece[p] || piece[p] == all[i].piece[p];
+            piece[p] = all[i].piece[p];
+        }
+        if (all[i].wrong && !wrong) name = all[i].name;
+        wrong += all[i].wrong;
+    }
+    sum = ql_hash64(small, piece, sizeof piece);
+    check(v, "head and norms", ok && !wrong, "%lld norms and biases and the head, %s on this device, are the file's values%s%s%s; XXH64 of all %016llx. "
+          "Embedding rows come from the file itself", (long long)vectors, gib((double)mine.bytes, size, sizeof size), wrong ? ": NOT so, first " : "",
+          name, ok || wrong ? "" : ": NOT so, devices differ", (unsigned long long)sum);
+    return QL_OK;
+}
+
 /* ---- adapters and losses --------------------------------------------------------------------------- */
 
 /* Loss of a step's micro-batches with the adapters as they are. d->step 0: without dropout. */
@@ -618,6 +648,7 @@ ql_status ql_verify_run(ql_worker *w, const json_t *command, json_t **out)
     QL_GO(ql_worker_say(w, "verifying", ""));
     QL_GO(check_base(&v));
     QL_GO(check_layers(&v));
+    QL_GO(check_rest(&v));
     QL_GO(check_run(&v, json_string_value(json_object_get(command, "run"))));
     *out = json_pack("{s:O,s:O}", "checks", v.checks, "layers", v.layers);
     if (!*out) st = ql_fail(QL_ENOMEM, "no memory for the result");

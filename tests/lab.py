@@ -249,7 +249,10 @@ def reopened(nb):
     file = nb.folder / "01-first-run.ipynb"
 
     def saved():
-        book = nbformat.read(file, as_version=4)
+        try:
+            book = nbformat.read(file, as_version=4)
+        except (OSError, ValueError):   # it is being written
+            return None
         return book if any("image/png" in o.get("data", {}) for c in book.cells for o in c.get("outputs", [])) else None
     book = wait_for(saved, 20)
     if not book:

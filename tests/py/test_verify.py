@@ -1,5 +1,6 @@
 """`verify` and `memory` through the real engine, on CPU ranks."""
 import json
+import os
 import shutil
 import struct
 
@@ -31,7 +32,7 @@ def test_a_trained_run(engine, tmp_path, devices, settings):
     before = (tmp_path / "runs" / "a" / "events.jsonl").read_bytes()
     r = engine.ask("verify", job=j, run=run)
     c = checks(r)
-    assert set(c) == {"base bytes", "layers as gathered", "adapter reloaded", "adapter file", "first loss again", "losses"}
+    assert set(c) == {"base bytes", "layers as gathered", "head and norms", "adapter reloaded", "adapter file", "first loss again", "losses"}
     assert all(x["ok"] for x in c.values()), c
     assert len(r["layers"]) == json.loads((TINY / "config.json").read_text())["num_hidden_layers"]
     assert all(x["ok"] and x["hash"] == x["file"] for x in r["layers"])
@@ -45,7 +46,7 @@ def test_the_hash_is_the_same_for_every_store(engine, tmp_path):
     seen = set()
     for devices, settings in [("cpu:1", {}), ("cpu:2", SHARDED), ("cpu:2", HOST)]:
         r = engine.ask("verify", job=job(devices=devices, **settings), run=None)
-        seen.add(tuple(x["hash"] for x in r["layers"]))
+        seen.add((*(x["hash"] for x in r["layers"]), checks(r)["head and norms"]["text"].split("XXH64 of all ")[1]))
     assert len(seen) == 1
 
 
@@ -97,6 +98,15 @@ def test_another_record_is_found(engine, tmp_path):
     assert not c["first loss again"]["ok"] and c["adapter reloaded"]["ok"]
 
 
+def rot(path, at, new):
+    """Other bytes in place, which the mapping sees; its time stays, so that it is taken for the file that was placed."""
+    before = os.stat(path)
+    with open(path, "r+b") as f:
+        f.seek(at)
+        f.write(new)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def test_a_file_that_changes_under_the_weights(engine, tmp_path):
     """The devices hold what the file said; the file says something else now: every such layer is named."""
     model = tmp_path / "model"
@@ -108,15 +118,28 @@ def test_a_file_that_changes_under_the_weights(engine, tmp_path):
     n = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8:8 + n])
     name = next(k for k in sorted(header) if "layers.1." in k and "gate_proj.weight" in k)
-    at = 8 + n + header[name]["data_offsets"][0]
-    with open(model / "model.safetensors", "r+b") as f:  # in place: the mapping sees it
-        f.seek(at + 100)
-        old = f.read(2)
-        f.seek(at + 100)
-        f.write(bytes([old[0] ^ 0xff, old[1] ^ 0x40]))
+    at = 8 + n + header[name]["data_offsets"][0] + 100
+    rot(model / "model.safetensors", at, bytes([data[at] ^ 0xff, data[at + 1] ^ 0x40]))
     r = engine.ask("verify", job=j, run=run)
     assert not checks(r)["layers as gathered"]["ok"]
     assert [x["layer"] for x in r["layers"] if not x["ok"]] == [1]
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.2.input_layernorm.weight", "head"])
+def test_another_head_or_norm_is_found(engine, tmp_path, name):
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    j = job(model=str(model), devices="cpu:2", **SHARDED)
+    engine.ask("train", job=j, run=str(tmp_path / "runs" / "a"))
+    data = (model / "model.safetensors").read_bytes()
+    n = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:8 + n])
+    if name == "head":
+        name = "lm_head.weight" if "lm_head.weight" in header else "model.embed_tokens.weight"
+    end = 8 + n + header[name]["data_offsets"][1]
+    rot(model / "model.safetensors", end - 1, bytes([data[end - 1] ^ 0x40]))
+    c = checks(engine.ask("verify", job=j, run=None))
+    assert not c["head and norms"]["ok"] and name in c["head and norms"]["text"] and c["layers as gathered"]["ok"], c
 
 
 def test_memory(engine, tmp_path):
