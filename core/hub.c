@@ -338,6 +338,19 @@ static ql_status check_hash(const hub *h, const char *path, const char *want, co
     return QL_OK;
 }
 
+/* Another process may be at the same file: it is waited for, and a stop is heard meanwhile. */
+static ql_status lock_file(const hub *h, int fd, const char *name)
+{
+    while (flock(fd, LOCK_EX | LOCK_NB)) {
+        struct timespec t = {0, 100000000};
+        if (errno != EWOULDBLOCK && errno != EINTR) return QL_OK; /* a file system without locks */
+        nanosleep(&t, NULL);
+        if (h->o->progress && h->o->progress(h->o->user, name, h->done, h->total))
+            QL_FAIL(QL_ESTOP, "the download of %s was stopped; another process is at it still", h->repo);
+    }
+    return QL_OK;
+}
+
 static ql_status download(hub *h, const char *name, const char *hash, int64_t size, const char *blob)
 {
     ql_str part = {0}, url = {0};
@@ -352,7 +365,7 @@ static ql_status download(hub *h, const char *name, const char *hash, int64_t si
         st = ql_fail(QL_EIO, "%s: %s", part.data, strerror(errno));
         goto out;
     }
-    flock(a.fd, LOCK_EX); /* another process may be at the same file */
+    QL_GO(lock_file(h, a.fd, name));
     if (access(blob, F_OK) == 0) goto out;
     if (fstat(a.fd, &st_) == 0 && st_.st_size <= size) a.at = st_.st_size;
     else if (ftruncate(a.fd, 0)) st = ql_fail(QL_EIO, "%s: %s", name, strerror(errno));

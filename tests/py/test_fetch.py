@@ -101,6 +101,34 @@ def test_stop(hub, tmp_path):
     assert run(hub, tmp_path, "load org/tiny")[0] == 0
 
 
+def test_two_processes_fetch_once(hub, tmp_path):
+    hub.slow = 0.05
+    both = [qlora(hub, tmp_path, "load org/tiny") for _ in range(2)]
+    for p in both:
+        out, err = p.communicate(timeout=60)
+        assert p.returncode == 0, err
+    (path,) = (tmp_path / "home" / "hub" / "models--org--tiny" / "snapshots").iterdir()
+    assert all((path / n).read_bytes() == data for n, data in MODEL.items())
+    assert sum("model.safetensors" in p for p, _ in hub.requests) == 1
+    assert not list((tmp_path / "home").rglob("*.incomplete"))
+
+
+def test_stop_while_another_process_fetches(hub, tmp_path):
+    hub.slow = 0.3
+    first = qlora(hub, tmp_path, "load org/tiny")
+    until = time.monotonic() + 10
+    while not any("model.safetensors" in r for r, _ in list(hub.requests)) and time.monotonic() < until:
+        time.sleep(0.02)
+    second = qlora(hub, tmp_path, "load org/tiny")
+    time.sleep(1)
+    second.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert second.wait(10) == 130 and "another process is at it" in second.stderr.read()
+    assert time.monotonic() - began < 2
+    hub.slow = 0
+    assert first.wait(60) == 0
+
+
 def test_stop_while_a_server_is_not_there(tmp_path):
     p = qlora("http://127.0.0.1:9", tmp_path, "load org/tiny")
     time.sleep(1)

@@ -91,6 +91,7 @@ static void file_request(int fd, const char *path, const char *request)
         answer(fd, 200, "", more, sizeof more, sizeof more);
     } else if (strstr(path, "busy") && atomic_fetch_add(&mode_429, 1) < 3)
         answer(fd, mode_429 % 2 ? 429 : 500, "Retry-After: 0\r\n", "later", 5, 5);
+    else if (strstr(path, "shorter")) answer(fd, 200, "", body, BODY - 5000, BODY - 5000);
     else if (strstr(path, "broken")) answer(fd, 503, "", "no", 2, 2);
     else answer(fd, status, to, p, rest, rest);
 }
@@ -279,6 +280,7 @@ TEST(lies_are_found)
     o.retries = 2;
     CHECK_FAILS(get("org/badsum", &o, folder), QL_EIO, "checksum");
     CHECK_FAILS(get("org/toomuch", &o, folder), QL_EIO, "more than the 100000 bytes");
+    CHECK_FAILS(get("org/shorter", &o, folder), QL_EIO, "ends after 95000 of 100000 bytes");
     CHECK_FAILS(get("org/broken", &o, folder), QL_EIO, "answers 503 (2 tries)");
     CHECK_FAILS(get("org/garbage", &o, folder), QL_EINVAL, "the hub's answer");
     CHECK_FAILS(get("org/evil", &o, folder), QL_EIO, "no safe path");
