@@ -291,15 +291,62 @@ static ql_status add_file(ql_table *r, const char *path)
     return index_source(r, r->src + r->n_src - 1);
 }
 
-/* A folder's files: those named after the split; for train, else all that no other split's name is in. */
+/* Files of a folder and of those in it, by their paths below it. */
+typedef struct {
+    char **name;
+    size_t n;
+} names;
+
+static void names_free(names *l)
+{
+    for (size_t i = 0; i < l->n; i++) free(l->name[i]);
+    free(l->name);
+}
+
+static ql_status list_folder(const char *folder, const char *below, int depth, names *out)
+{
+    enum { DEEPEST = 8 };
+    char path[QL_PATH_MAX], rest[QL_PATH_MAX];
+    struct dirent *e;
+    ql_status st = QL_OK;
+    QL_TRY(ql_path_join(path, folder, below));
+    DIR *d = opendir(path);
+    if (!d) QL_FAIL(QL_EIO, "%s: %s", path, strerror(errno));
+    while (st == QL_OK && (e = readdir(d))) {
+        if (e->d_name[0] == '.') continue;
+        if (*below) QL_GO(ql_path_join(rest, below, e->d_name));
+        else snprintf(rest, sizeof rest, "%s", e->d_name);
+        QL_GO(ql_path_join(path, folder, rest));
+        if (ql_path_is_dir(path)) {
+            if (depth < DEEPEST) st = list_folder(folder, rest, depth + 1, out);
+            continue;
+        }
+        char **p = realloc(out->name, (out->n + 1) * sizeof *p);
+        if (p) out->name = p;
+        if (!p || !(p[out->n] = strdup(rest))) QL_GO(ql_fail(QL_ENOMEM, "no memory for the files of %s", folder));
+        out->n++;
+    }
+out:
+    closedir(d);
+    return st;
+}
+
+static int by_name(const void *a, const void *b)
+{
+    return strcmp(*(char *const *)a, *(char *const *)b);
+}
+
+/* A folder's files: those named after the split (or in a folder that is); for train, else all that no other split's name is in. */
 static int file_rank(const char *name, const char *split)
 {
-    static const char *const others[] = {"test", "valid", "dev", "eval"};
+    static const char *const others[] = {"test", "valid", "dev", "eval"}, *const about[] = {"dataset_infos.json", "dataset_info.json", "state.json"};
     format f;
-    if (name[0] == '.' || format_of(name, &f) != QL_OK) {
+    if (format_of(name, &f) != QL_OK) {
         ql_error_clear();
         return 0;
     }
+    for (int i = 0; i < 3; i++)
+        if (strcmp(base_name(name), about[i]) == 0) return 0;
     if (strstr(name, split)) return 2;
     for (int i = 0; i < 4; i++)
         if (strstr(name, others[i])) return 0;
@@ -308,24 +355,24 @@ static int file_rank(const char *name, const char *split)
 
 static ql_status add_folder(ql_table *r, const char *path, const char *split)
 {
-    struct dirent **list = NULL;
-    int n = scandir(path, &list, NULL, alphasort), best = 0;
-    ql_status st = n < 0 ? ql_fail(QL_EIO, "%s: %s", path, strerror(errno)) : QL_OK;
-    for (int i = 0; i < n; i++) {
-        int k = file_rank(list[i]->d_name, split);
+    names l = {0};
+    int best = 0;
+    ql_status st = list_folder(path, "", 0, &l);
+    QL_GO(st);
+    if (l.n) qsort(l.name, l.n, sizeof *l.name, by_name);
+    for (size_t i = 0; i < l.n; i++) {
+        int k = file_rank(l.name[i], split);
         if (k > best) best = k;
     }
-    if (st == QL_OK && !best)
-        st = ql_fail(QL_EINVAL, "%s: no data files of split '%s' in this folder", path, split);
-    for (int i = 0; i < n; i++) {
+    if (!best) QL_GO(ql_fail(QL_EINVAL, "%s: no data files of split '%s' in this folder", path, split));
+    for (size_t i = 0; i < l.n; i++) {
         char file[QL_PATH_MAX];
-        if (st == QL_OK && file_rank(list[i]->d_name, split) == best) {
-            st = ql_path_join(file, path, list[i]->d_name);
-            if (st == QL_OK) st = add_file(r, file);
-        }
-        free(list[i]);
+        if (file_rank(l.name[i], split) != best) continue;
+        QL_GO(ql_path_join(file, path, l.name[i]));
+        QL_GO(add_file(r, file));
     }
-    free(list);
+out:
+    names_free(&l);
     return st;
 }
 

@@ -24,6 +24,8 @@ class Hub:
             def do_GET(self):
                 outer.answer(self)
 
+            do_HEAD = do_GET
+
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -38,6 +40,8 @@ class Hub:
         for k, v in headers:
             h.send_header(k, v)
         h.end_headers()
+        if h.command == "HEAD":
+            return
         step = 1 << 14
         try:
             for at in range(0, len(body), step):
@@ -51,8 +55,10 @@ class Hub:
         path = h.path.split("?")[0].strip("/")
         self.requests.append((path, h.headers.get("Authorization")))
         kind, rest = ("datasets", path[9:]) if path.startswith("datasets/") else ("models", path)
+        if path.startswith("api/") and path.count("/") < 5:
+            return self.reply(h, 404, b"{}")
         if path.startswith("api/"):
-            kind, org, name, _, revision = path[4:].split("/", 4)
+            kind, org, name, what, revision = path[4:].split("/", 4)
             repo = f"{kind}/{org}/{name}"
         else:
             org, name, _, revision, file = rest.split("/", 4)
@@ -62,7 +68,11 @@ class Hub:
         if repo in self.gated and h.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.reply(h, 403 if h.headers.get("Authorization") else 401, b"{}")
         files = self.repositories[repo]
+        commit = hashlib.sha1(repr(sorted((k, sha1(v)) for k, v in files.items())).encode()).hexdigest()
+        if path.startswith("api/") and what == "tree":
+            return self.reply(h, 200, json.dumps([{"type": "file", "path": k, "size": len(v), "oid": sha1(v)} for k, v in files.items()]).encode())
         if path.startswith("api/"):
-            commit = hashlib.sha1(repr(sorted((k, sha1(v)) for k, v in files.items())).encode()).hexdigest()
-            return self.reply(h, 200, json.dumps({"sha": commit, "siblings": [{"rfilename": k, "size": len(v), "blobId": sha1(v)} for k, v in files.items()]}).encode())
-        self.reply(h, 200, files[file])
+            return self.reply(h, 200, json.dumps({"id": f"{org}/{name}", "sha": commit, "private": False, "downloads": 0, "tags": [], "siblings": [{"rfilename": k, "size": len(v), "blobId": sha1(v)} for k, v in files.items()]}).encode())
+        if file not in files:
+            return self.reply(h, 404, b"", [("X-Error-Code", "EntryNotFound")])
+        self.reply(h, 200, files[file], [("ETag", f'"{sha1(files[file])}"'), ("X-Repo-Commit", commit)])

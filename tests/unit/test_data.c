@@ -112,6 +112,28 @@ TEST(splits_globs_and_folders)
     CHECK_OK(open_one(glob, NULL, &t));
     CHECK_INT(ql_table_count(t), 1);
     ql_table_close(t);
+    /* Hub data sets have folders in them, and notes about themselves. */
+    char inner[160];
+    snprintf(inner, sizeof inner, "%s/h", dir);
+    CHECK(mkdir(inner, 0700) == 0);
+    file("h/dataset_infos.json", "{\"a\":{}}");
+    for (int i = 0; i < 2; i++) {
+        snprintf(inner, sizeof inner, i ? "%s/h/test" : "%s/h/data", dir);
+        CHECK(mkdir(inner, 0700) == 0);
+    }
+    file("h/data/b.jsonl", "{\"text\":\"second\"}");
+    file("h/data/a.jsonl", "{\"text\":\"first\"}");
+    file("h/test/c.jsonl", "{\"text\":\"third\"}");
+    snprintf(inner, sizeof inner, "%s/h", dir);
+    CHECK_OK(open_one(inner, NULL, &t));
+    CHECK_INT(ql_table_count(t), 2);
+    CHECK_STR(cell(t, 0, "text"), "first");
+    ql_table_close(t);
+    CHECK_OK(open_one(inner, "test", &t));
+    CHECK_INT(ql_table_count(t), 1);
+    CHECK_STR(cell(t, 0, "text"), "third");
+    ql_table_close(t);
+    t = NULL;
     CHECK_FAILS(open_one("/nowhere/x.jsonl", NULL, &t), QL_EINVAL, "no such file");
     CHECK_FAILS(open_one(file("x.parquet", "PAR1"), NULL, &t), QL_ENOSUP, "variable's name");
     CHECK_FAILS(open_one(file("e.jsonl", "\n"), NULL, &t), QL_EINVAL, "no rows");
@@ -279,6 +301,45 @@ TEST(tokenised_in_a_thread_and_cached)
     ql_tokenise_free(k), ql_table_close(t), ql_tok_close(tok);
 }
 
+static int cached(const char *text, ql_tok *tok, const ql_data_options *o)
+{
+    ql_table *t = NULL;
+    ql_tokenising *k = NULL;
+    ql_dataset *d = NULL;
+    int yes = -1;
+    if (open_one(file("cached.jsonl", text), NULL, &t) == QL_OK && ql_tokenise_start(t, tok, o, &k) == QL_OK && ql_tokenise_wait(k, &d) == QL_OK)
+        yes = ql_tokenise_cached(k);
+    ql_dataset_close(d), ql_tokenise_free(k), ql_table_close(t);
+    return yes;
+}
+
+/* Found again by what is in the file, the tokenizer and the settings; not by the file's name, size or date. */
+TEST(the_cache_goes_by_content)
+{
+    ql_tok *tok = NULL, *other = NULL;
+    char cache[80];
+    const char *one = "{\"prompt\":\"p\",\"completion\":\"one\"}\n", *two = "{\"prompt\":\"p\",\"completion\":\"two\"}\n";
+    CHECK_OK(ql_tok_open("tests/text/data/qwen", &tok));
+    CHECK_OK(ql_tok_open("tests/text/data/llama", &other));
+    snprintf(cache, sizeof cache, "%s/by-content", dir);
+    ql_data_options o = {.max_length = 9, .cache_dir = cache};
+    CHECK_INT(cached(one, tok, &o), 0);
+    CHECK_INT(cached(two, tok, &o), 0);
+    CHECK_INT(cached(one, tok, &o), 1);
+    CHECK_INT(cached(two, tok, &o), 1);
+    CHECK_INT(cached(one, other, &o), 0);
+    o.max_length = 8;
+    CHECK_INT(cached(one, tok, &o), 0);
+    o.loss_on = QL_LOSS_ALL;
+    CHECK_INT(cached(one, tok, &o), 0);
+    o.eos_token = "<|endoftext|>";
+    CHECK_INT(cached(one, tok, &o), 0);
+    o.chat_template = "{{ messages }}";
+    CHECK_INT(cached(one, tok, &o), 0);
+    CHECK_INT(cached(one, tok, &o), 1);
+    ql_tok_close(tok), ql_tok_close(other);
+}
+
 /* pad = eos: the real end token keeps its label, padding has none. */
 TEST(pad_may_be_eos)
 {
@@ -329,5 +390,5 @@ TEST(clean_up)
 }
 
 TEST_MAIN(T(formats_are_read), T(splits_globs_and_folders), T(rows_are_pushed_by_a_front_end),
-          T(rows_become_masked_ids), T(causes_are_named), T(tokenised_in_a_thread_and_cached),
+          T(rows_become_masked_ids), T(causes_are_named), T(tokenised_in_a_thread_and_cached), T(the_cache_goes_by_content),
           T(pad_may_be_eos), T(long_samples_are_split_when_asked), T(clean_up))
