@@ -216,7 +216,9 @@ static ql_status load_linear(const ql_loader *ld, const ql_weight *w, const ql_b
     if (l->from_plain) QL_TRY(quantise(ld, w, l, t->code2[i], &t->offset[i], &src));
     QL_TRY(copy_parts(ld, b, l, part, n, dst, &src));
     QL_TRY(dev->sync(ld->q->stream)); /* nf4 and map are this frame's; temp is reused by the next linear */
-    if (!l->from_plain) ql_model_done_with(ld->model, w->data, w->bytes);
+    if (l->from_plain) return QL_OK;
+    ql_model_done_with(ld->model, w->data, w->bytes);
+    if (w->absmax) ql_model_done_with(ld->model, w->absmax, w->blocks * (w->nested_block ? 1 : 4));
     return QL_OK;
 }
 
