@@ -15,6 +15,13 @@ title "machine"
 grep -m1 'model name' /proc/cpuinfo | cut -d: -f2 | sed 's/^ //' || uname -m
 echo "$(nproc) threads, $(awk '/MemTotal/ {printf "%.1f GB", $2 / 1e6}' /proc/meminfo)"
 
+title "the notebook"
+if [ -x "$build/venv/bin/python" ]; then
+    "$build/venv/bin/python" tests/py/test_speed.py 2>/dev/null
+else
+    echo "left out: make setup-python"
+fi
+
 title "a training step of the bundled model, one thread"
 if [ -x "$hf/bin/python" ]; then
     BUILD=$build "$hf/bin/python" tests/hf/bench.py --threads 1 2>"$dir/err" || { tail -5 "$dir/err"; exit 1; }
