@@ -68,6 +68,10 @@ ql_status ql_session_fetch(ql_magics *m, ql_fetch_what what, const char *name, c
 {
     char *bundled = ql_session_bundled(m, name);
     if (!bundled) QL_FAIL(QL_ENOMEM, "out of memory");
+    if (!on_disk(bundled) && !ql_fetch_named(name) && !strpbrk(name, "*?[{")) { /* data may be a pattern */
+        free(bundled);
+        return ql_session_no_such(m, what, name);
+    }
     if (!m->host.hub || on_disk(bundled) || !ql_fetch_named(name)) {
         *path = bundled;
         return QL_OK;

@@ -135,10 +135,10 @@ char *ql_session_bundled(const ql_magics *m, const char *name)
     return strdup(name);
 }
 
-/* Names of the folders under the runs' folder, for "did you mean". */
-static void suggest_run(ql_magics *m, const char *name, char *near, size_t size)
+/* Among what Tab would offer after `line`. */
+static void suggest(ql_magics *m, const char *line, const char *name, char *near, size_t size)
 {
-    json_t *all = ql_magics_complete(m, "plot ");
+    json_t *all = ql_magics_complete(m, line);
     const char *names[256];
     int n = 0;
     for (size_t i = 0; i < json_array_size(all) && n < 256; i++)
@@ -147,6 +147,16 @@ static void suggest_run(ql_magics *m, const char *name, char *near, size_t size)
     ql_verb_nearest(name, names, n, near, size);
     if (!near[0] && n > 0) snprintf(near, size, "there is '%s'", names[n - 1]);
     json_decref(all);
+}
+
+ql_status ql_session_no_such(ql_magics *m, ql_fetch_what what, const char *name)
+{
+    char near[160];
+    suggest(m, what == QL_FETCH_MODEL ? "load " : "data ", name, near, sizeof near);
+    const char *guess = strncmp(near, "did", 3) == 0 ? near : "";
+    if (what == QL_FETCH_MODEL)
+        QL_FAIL(QL_EINVAL, "no model '%s': there is no such folder, and names on the hub are organisation/name%s%s", name, *guess ? "; " : "", guess);
+    QL_FAIL(QL_EINVAL, "no data '%s': there is no such file, folder or variable%s%s", name, *guess ? "; " : "", guess);
 }
 
 ql_status ql_session_run_path(ql_magics *m, const char *name, char **path)
@@ -168,7 +178,7 @@ ql_status ql_session_run_path(ql_magics *m, const char *name, char **path)
         if (!(*path = strdup(name))) QL_FAIL(QL_ENOMEM, "out of memory");
         return QL_OK;
     }
-    suggest_run(m, name, near, sizeof near);
+    suggest(m, "plot ", name, near, sizeof near);
     QL_FAIL(QL_EINVAL, "no run '%s' under %s, and no such file%s%s", name, m->runs,
             near[0] ? "; " : "", near);
 }
@@ -206,7 +216,10 @@ json_t *ql_read_json_file(const char *path)
 {
     json_error_t err;
     json_t *v = json_load_file(path, JSON_REJECT_DUPLICATES, &err);
-    if (!v) ql_fail(QL_EINVAL, "%s: %s (line %d)", path, err.text, err.line);
+    if (!v && err.line < 0)
+        ql_fail(QL_EINVAL, "%s: %s", path, access(path, F_OK) ? "there is no such file" : "it cannot be read");
+    else if (!v)
+        ql_fail(QL_EINVAL, "%s: %s (line %d)", path, err.text, err.line);
     return v;
 }
 

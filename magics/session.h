@@ -43,6 +43,8 @@ ql_status ql_session_apply(ql_magics *m, const ql_call *call, ql_job *job);
 /* A bundled name → its folder, else the text itself. Frees with free(). */
 char *ql_session_bundled(const ql_magics *m, const char *name);
 /* The same; a name on the hub is fetched first, with a bar where there is something to fetch, and is its folder in the cache. */
+/* An error that names what comes nearest. */
+ql_status ql_session_no_such(ql_magics *m, ql_fetch_what what, const char *name);
 ql_status ql_session_fetch(ql_magics *m, ql_fetch_what what, const char *name, const char *revision, const json_t *files,
                            char **path);
 /* The folder that holds a run's adapter: its own, or its last checkpoint where it did not finish. Frees with free(). */

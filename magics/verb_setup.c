@@ -369,11 +369,15 @@ static ql_status made_up(const char *text, json_t **out)
     }
     if (!(bytes > 0) || bytes > 1e13) {
         ql_buf b = {0};
-        for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+        const char *names[sizeof known / sizeof *known];
+        char near[96];
+        for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
             ql_buf_printf(&b, "%s%s", i ? ", " : "", known[i].name);
-        ql_status st =
-            ql_fail(QL_EINVAL, "--on: no device '%s' is known; there are %s, or a size: 2x15GiB", x,
-                    ql_buf_str(&b));
+            names[i] = known[i].name;
+        }
+        ql_verb_nearest(x, names, (int)(sizeof known / sizeof *known), near, sizeof near);
+        ql_status st = ql_fail(QL_EINVAL, "--on: no device '%s' is known%s%s%s; there are %s, or a size: 2x15GiB", x, near[0] ? " (" : "", near,
+                               near[0] ? ")" : "", ql_buf_str(&b));
         ql_buf_free(&b);
         return st;
     }

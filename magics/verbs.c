@@ -231,6 +231,13 @@ static ql_status unknown_option(const ql_verb *verb, const char *name)
     if (!near[0] && verb->takes == QL_TAKES_NONE && ql_setting_find(name))
         QL_FAIL(QL_EINVAL, "%s takes no settings; set it first: %%qlora config --%s …", verb->name,
                 name);
+    if (!near[0] && n > 0 && verb->takes == QL_TAKES_NONE) { /* few enough to name them all */
+        ql_buf all = {0};
+        for (int i = 0; i < n; i++) ql_buf_printf(&all, "%s--%s", i ? ", " : "", names[i]);
+        ql_status st = ql_fail(QL_EINVAL, "%s has no option --%s; it has %s", verb->name, name, ql_buf_str(&all));
+        ql_buf_free(&all);
+        return st;
+    }
     QL_FAIL(QL_EINVAL, "%s has no option --%s: %s%s%s", verb->name, name, near,
             near[0] ? "" : "%qlora help ", near[0] ? "" : verb->name);
 }
@@ -243,6 +250,23 @@ static int listed(const char *list, const char *word)
         if (strncmp(p, word, n) == 0 && (p[n] == '|' || !p[n])) return 1;
     }
     return 0;
+}
+
+static ql_status unknown_choice(const ql_option *o, const char *text)
+{
+    char words[256], near[96];
+    const char *names[16];
+    ql_buf all = {0};
+    int n = 0;
+    snprintf(words, sizeof words, "%s", o->choices);
+    for (char *save = NULL, *w = strtok_r(words, "|", &save); w && n < 16; w = strtok_r(NULL, "|", &save)) {
+        ql_buf_printf(&all, "%s%s", n ? ", " : "", w);
+        names[n++] = w;
+    }
+    ql_verb_nearest(text, names, n, near, sizeof near);
+    ql_status st = ql_fail(QL_EINVAL, "--%s: %s%s is one of %s, not '%s'", o->name, near, near[0] ? " It" : "it", ql_buf_str(&all), text);
+    ql_buf_free(&all);
+    return st;
 }
 
 static ql_status bind_value(ql_call *c, const ql_option *o, const char *text)
@@ -265,8 +289,7 @@ static ql_status bind_value(ql_call *c, const ql_option *o, const char *text)
                          strcmp(text, "False"));
     } else {
         if (o->type == QL_ARG_CHOICE) {
-            if (!listed(o->choices, text))
-                QL_FAIL(QL_EINVAL, "--%s is one of %s, not '%s'", o->name, o->choices, text);
+            if (!listed(o->choices, text)) return unknown_choice(o, text);
         }
         v = json_string(text);
     }
@@ -430,8 +453,8 @@ static ql_status bind(ql_call *c, const char *body)
     const ql_verb *v = c->verb;
     int has_body = body && body[strspn(body, " \t\r\n")];
     if (v->max_args >= 0 && c->n_args > v->max_args)
-        QL_FAIL(QL_EINVAL, "%s: '%s' is one word too many; usage: %%qlora %s %s", v->name,
-                c->args[v->max_args], v->name, v->args);
+        QL_FAIL(QL_EINVAL, "%s: '%s' is one word too many; usage: %%qlora %s%s%s", v->name,
+                c->args[v->max_args], v->name, *v->args ? " " : "", v->args);
     if (c->n_args < v->min_args)
         QL_FAIL(QL_EINVAL, "%s needs %s; usage: %%qlora %s %s", v->name, v->args, v->name, v->args);
     if (!has_body) return QL_OK;

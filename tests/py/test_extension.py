@@ -120,7 +120,7 @@ text = open(qlora.run('config')['data']).read().splitlines()""")
     kernel.run("del tiny")
     # A name that is no data is a file's name.
     reply, out = kernel.run("def d(): pass\n%qlora data d;")
-    assert reply["status"] == "error" and reply["evalue"].startswith("d: there is no such file"), reply
+    assert reply["status"] == "error" and reply["evalue"].startswith("no data 'd': there is no such file, folder or variable"), reply
     kernel.run("%qlora data tiny;")
 
 

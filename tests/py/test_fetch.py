@@ -176,7 +176,7 @@ def test_the_shell_end_to_end(hub, tmp_path, how):
         seen += command_lines()
     out, err = p.stdout.read(), p.stderr.read()
     assert p.returncode == 0, err + out
-    assert "org/gated" in out and "6 of 6 checks hold" in out
+    assert "org/gated" in out and "7 of 7 checks hold" in out
     for where in (out.encode(), err.encode(), everything(work), seen, everything(home / "hub")):
         assert TOKEN.encode() not in where
     assert ("api/models/org/gated/revision/main", f"Bearer {TOKEN}") in hub.requests
