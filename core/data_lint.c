@@ -44,8 +44,17 @@ typedef struct {
     int64_t bucket[32]; /* lengths in [64·2^(k−1), 64·2^k) */
 } counts;
 
-static void count(const ql_dataset *d, const ql_tok_names *names, counts *c)
+static bool stops(const ql_tok *tok, uint32_t id)
 {
+    const ql_ids *s = ql_tok_stops(tok);
+    for (size_t i = 0; i < s->len; i++)
+        if (id == (uint32_t)s->data[i]) return true;
+    return false;
+}
+
+static void count(const ql_dataset *d, const ql_tok *tok, counts *c)
+{
+    const ql_tok_names *names = ql_tok_info(tok);
     for (int64_t i = 0, n; i < ql_dataset_documents(d); i++) {
         const uint32_t *t = ql_dataset_document(d, i, &n);
         int k = 0;
@@ -54,7 +63,7 @@ static void count(const ql_dataset *d, const ql_tok_names *names, counts *c)
             c->two_bos++;
         /* Templates may end with a line end behind the end token. */
         for (int64_t j = n - 1; j >= 0 && j >= n - 3; j--)
-            eos |= t[j] == (uint32_t)names->eos; /* and it is trained on */
+            eos |= stops(tok, t[j]); /* and it is trained on */
         c->no_eos += names->eos >= 0 && !eos;
         for (int64_t j = 1; j < n; j++) c->trained += !(t[j] & QL_MASKED);
         while (k < 31 && n >= (int64_t)64 << k) k++;
@@ -122,7 +131,7 @@ ql_status ql_data_lint(const ql_dataset *d, const ql_tok *tok, int n_samples, js
     int64_t size = ql_dataset_size(d), longest = ql_dataset_longest(d);
     bool bad = !o || !samples;
     if (bad) goto out;
-    count(d, names, &c);
+    count(d, tok, &c);
     for (int64_t i = 0; i < n_samples && i < ql_dataset_documents(d); i++) {
         json_t *one = NULL;
         QL_GO(sample(d, tok, i, &one));

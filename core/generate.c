@@ -40,32 +40,6 @@ static ql_status read_sampling(const json_t *command, ql_sampling *s)
     return QL_OK;
 }
 
-static void add_stop(json_t *stops, json_int_t id)
-{
-    size_t i;
-    json_t *v;
-    json_array_foreach(stops, i, v) if (json_integer_value(v) == id) return;
-    if (id >= 0 && json_array_size(stops) < MAX_STOPS) json_array_append_new(stops, json_integer(id));
-}
-
-/* The tokens that end an answer: the tokenizer's, config.json's, and those of generation_config.json (Llama 3's <|eot_id|>). */
-static void read_stops(const ql_model *model, const ql_tok *tok, json_t *stops)
-{
-    char path[QL_PATH_MAX];
-    json_t *o = NULL, *v;
-    size_t i;
-    if (tok) add_stop(stops, ql_tok_info(tok)->eos);
-    for (int k = 0; k < model->cfg.eos_count; k++) add_stop(stops, model->cfg.eos[k]);
-    if (ql_path_join(path, model->path, "generation_config.json") == QL_OK && ql_path_is_file(path) &&
-        ql_json_load(path, 1 << 20, &o) == QL_OK) {
-        const json_t *e = json_object_get(o, "eos_token_id");
-        if (json_is_integer(e)) add_stop(stops, json_integer_value(e));
-        json_array_foreach(e, i, v) if (json_is_integer(v)) add_stop(stops, json_integer_value(v));
-    }
-    json_decref(o);
-    ql_error_clear(); /* without it the others stand */
-}
-
 typedef struct {
     ql_tok *tok;               /* NULL where the model has none and all prompts are ids */
     ql_model *model;           /* its headers */
@@ -171,7 +145,10 @@ ql_status ql_generate_prepare(const ql_job *job, json_t *command)
     if (json_array_size(chats)) QL_GO(add_chats(&p, ql_job_str(job, "chat_template"), chats));
     if (json_array_size(p.ids) < 1 || json_array_size(p.ids) > MAX_PROMPTS)
         QL_GO(ql_fail(QL_EINVAL, "generate: %zu prompts; from 1 to %d go", json_array_size(p.ids), (int)MAX_PROMPTS));
-    read_stops(p.model, p.tok, p.stops);
+    const ql_config *cfg = &p.model->cfg;
+    const ql_ids *stops = p.tok ? ql_tok_stops(p.tok) : NULL;
+    for (size_t k = 0; stops && k < stops->len; k++) json_array_append_new(p.stops, json_integer(stops->data[k]));
+    for (int k = 0; !stops && k < cfg->eos_count; k++) json_array_append_new(p.stops, json_integer(cfg->eos[k]));
     json_object_set(command, "ids", p.ids);
     json_object_set(command, "stop", p.stops);
 out:

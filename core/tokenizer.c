@@ -31,7 +31,7 @@ struct ql_tok {
     size_t n_added;
     matcher raw, normal;
     uint8_t *special; /* by id */
-    ql_ids prefix, suffix;
+    ql_ids prefix, suffix, stops;
     ql_tok_names names;
     json_t *config; /* keeps the names' strings alive */
     char *jinja;
@@ -354,7 +354,7 @@ void ql_tok_close(ql_tok *t)
     ql_bpe_free(t->bpe);
     for (size_t i = 0; t->added && i < t->n_added; i++) ql_str_free(&t->added[i].text);
     free(t->added), free(t->raw.list), free(t->normal.list), free(t->special), free(t->jinja);
-    ql_ids_free(&t->prefix), ql_ids_free(&t->suffix);
+    ql_ids_free(&t->prefix), ql_ids_free(&t->suffix), ql_ids_free(&t->stops);
     json_decref(t->config);
     pthread_mutex_destroy(&t->lock);
     free(t);
@@ -453,6 +453,34 @@ static ql_status read_config(ql_tok *t, const char *folder)
     return st;
 }
 
+static ql_status add_stop(ql_tok *t, json_int_t id)
+{
+    if (id < 0 || id >= MAX_IDS) return QL_OK;
+    for (size_t i = 0; i < t->stops.len; i++)
+        if (t->stops.data[i] == id) return QL_OK;
+    return ql_ids_push(&t->stops, (int32_t)id);
+}
+
+/* Files of the model, not of the tokenizer: what is wrong with them is for others to say. */
+static ql_status read_stops(ql_tok *t, const char *folder)
+{
+    static const char *const files[] = {"config.json", "generation_config.json"};
+    QL_TRY(add_stop(t, t->names.eos));
+    for (int k = 0; k < 2; k++) {
+        json_t *c = NULL, *one;
+        size_t i;
+        ql_status st = QL_OK;
+        if (read_json(folder, files[k], &c) != QL_OK) ql_error_clear();
+        const json_t *eos = json_object_get(c, "eos_token_id");
+        if (json_is_integer(eos)) st = add_stop(t, json_integer_value(eos));
+        json_array_foreach((json_t *)(uintptr_t)eos, i, one)
+            if (st == QL_OK && json_is_integer(one)) st = add_stop(t, json_integer_value(one));
+        json_decref(c);
+        QL_TRY(st);
+    }
+    return QL_OK;
+}
+
 ql_status ql_tok_open(const char *folder, ql_tok **out)
 {
     ql_str json = {0};
@@ -467,6 +495,7 @@ ql_status ql_tok_open(const char *folder, ql_tok **out)
     }
     QL_GO(ql_tok_parse(json.data, json.len, &t));
     QL_GO(read_config(t, folder));
+    QL_GO(read_stops(t, folder));
     *out = t, t = NULL;
 out:
     if (st != QL_OK) ql_error_prefix("%s: ", folder);
@@ -680,4 +709,10 @@ const ql_tok_names *ql_tok_info(const ql_tok *t)
 {
     static const ql_tok_names none = {-1, -1, -1, -1, NULL, NULL, NULL, NULL, NULL};
     return t ? &t->names : &none;
+}
+
+const ql_ids *ql_tok_stops(const ql_tok *t)
+{
+    static const ql_ids none;
+    return t ? &t->stops : &none;
 }

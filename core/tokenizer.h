@@ -45,5 +45,7 @@ typedef struct {
     const char *chat_template;
 } ql_tok_names;
 const ql_tok_names *ql_tok_info(const ql_tok *t); /* NULL: a model without a tokenizer, no names */
+/* What ends an answer: eos, and those of config.json and generation_config.json (Llama 3's <|eot_id|>). NULL: none. */
+const ql_ids *ql_tok_stops(const ql_tok *t);
 
 #endif

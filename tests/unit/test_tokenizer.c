@@ -145,6 +145,22 @@ TEST(names_come_from_the_configuration)
     ql_tok_close(t);
 }
 
+/* Of tokenizer, model and generation_config.json together, each once. */
+TEST(what_ends_an_answer)
+{
+    ql_tok *t = NULL;
+    CHECK_OK(ql_tok_open("notebooks/tiny", &t));
+    const ql_ids *s = ql_tok_stops(t);
+    CHECK_INT(s->len, 2);
+    CHECK_INT(s->data[0], ql_tok_find(t, "<|end_of_text|>"));
+    CHECK_INT(s->data[1], ql_tok_find(t, "<|eot_id|>"));
+    ql_tok_close(t);
+    CHECK_OK(ql_tok_open("tests/text/data/flags", &t)); /* names no end token, has no model beside it */
+    CHECK_INT(ql_tok_stops(t)->len, 0);
+    ql_tok_close(t);
+}
+
 TEST_MAIN(T(ids_equal_the_library_llama), T(ids_equal_the_library_qwen),
           T(ids_equal_the_library_flags), T(what_is_not_supported_is_named),
-          T(broken_files_are_refused), T(a_very_long_word), T(names_come_from_the_configuration))
+          T(broken_files_are_refused), T(a_very_long_word), T(names_come_from_the_configuration),
+          T(what_ends_an_answer))
