@@ -320,7 +320,7 @@ static ql_status do_links(ql_rank *r, const ql_plan *p, int i, const ql_step_dat
 
 static ql_status do_land(ql_rank *r)
 {
-    QL_TRY(r->set.be->comm->land(r->comm));
+    QL_TRY(r->set.be->comm->land(r->comm, NULL));
     return dev_of(r)->wait(r->compute, r->landed);
 }
 
@@ -422,7 +422,9 @@ ql_status ql_exec_stop_point(ql_rank *r)
     if (!ql_flag(&sh->stop)) return QL_OK;
     __atomic_store_n(&me->at_stop, 1, __ATOMIC_SEQ_CST);
     for (;;) {
-        int together;
+        int together, over;
+        /* A neighbour may need the rest of what this rank has begun to send. */
+        if (r->link) QL_TRY(r->set.be->comm->land(r->comm, &over));
         if (links_wanted(r, &together)) {
             __atomic_store_n(&me->at_stop, 0, __ATOMIC_SEQ_CST);
             return QL_OK;

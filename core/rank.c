@@ -300,7 +300,7 @@ static ql_status warm_links(ql_rank *r)
         QL_TRY(comm->recv(r->comm, r->link, ql_vec(work + 256 * (1 + peer), QL_U8, 256), peer));
     }
     QL_TRY(comm->group_end(r->comm));
-    QL_TRY(comm->land(r->comm));
+    QL_TRY(comm->land(r->comm, NULL));
     return dev_of(r)->sync(r->link);
 }
 

@@ -40,11 +40,11 @@ typedef struct {
     ql_status (*send)(ql_comm *c, ql_stream *s, ql_tensor x, int to);
     ql_status (*recv)(ql_comm *c, ql_stream *s, ql_tensor x, int from);
     /* Several sends and receives as one: begin, calls, end. After end they may still be under way: `land` ends that. A device does it in
-     * the order of its stream, where land is nothing; on a host, which computes meanwhile, it waits. Whatever comes next on this
-     * communicator lands them too. */
+     * the order of its stream, where land is nothing; on a host, which computes meanwhile, it waits, or with `over` set only moves what
+     * can be moved and says whether that was all. Whatever comes next on this communicator lands them too. */
     ql_status (*group_begin)(ql_comm *c);
     ql_status (*group_end)(ql_comm *c);
-    ql_status (*land)(ql_comm *c);
+    ql_status (*land)(ql_comm *c, int *over);
     ql_status (*barrier)(ql_comm *c, ql_stream *s);
     /* Bytes this rank has given to other ranks so far. */
     int64_t (*bytes_sent)(ql_comm *c);

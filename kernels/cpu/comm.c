@@ -424,10 +424,15 @@ static ql_status cpu_group_end(ql_comm *c)
     return --c->depth || c->n == 0 ? QL_OK : pass(c, &left, &moved);
 }
 
-static ql_status cpu_land(ql_comm *c)
+static ql_status cpu_land(ql_comm *c, int *over)
 {
+    pending *left = NULL;
+    bool moved;
     QL_TRY(ready(c, "land"));
-    return c->n ? finish(c) : QL_OK;
+    if (!over) return c->n ? finish(c) : QL_OK;
+    if (c->n) QL_TRY(pass(c, &left, &moved));
+    *over = left == NULL;
+    return QL_OK;
 }
 
 static ql_status cpu_barrier(ql_comm *c, ql_stream *s)

@@ -266,8 +266,9 @@ static ql_status comm_group_end(ql_comm *c)
 }
 
 /* The stream has them in order. */
-static ql_status comm_land(ql_comm *c)
+static ql_status comm_land(ql_comm *c, int *over)
 {
+    if (over) *over = 1;
     return usable(c, "land");
 }
 

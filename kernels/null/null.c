@@ -295,6 +295,13 @@ static ql_status null_group(ql_comm *c)
     return QL_OK;
 }
 
+static ql_status null_land(ql_comm *c, int *over)
+{
+    (void)c;
+    if (over) *over = 1;
+    return QL_OK;
+}
+
 static ql_status null_barrier(ql_comm *c, ql_stream *s)
 {
     (void)s;
@@ -319,7 +326,7 @@ static const ql_comm_table null_comm = {
     .recv = null_recv,
     .group_begin = null_group,
     .group_end = null_group,
-    .land = null_group,
+    .land = null_land,
     .barrier = null_barrier,
     .bytes_sent = null_bytes_sent,
 };

@@ -158,14 +158,14 @@ def test_a_rank_stalls(engine):
     assert not [p for p in pids if alive(p)]
 
 
-@pytest.mark.parametrize("store", ["resident", "sharded"])
-def test_stop_and_resume(engine, store):
-    engine.train(run="runs/whole", max_steps=12, store=store)
+@pytest.mark.parametrize("how", [{"store": "resident"}, {"store": "sharded"}, {"pipeline": "1f1b"}, {"pipeline": "recompute_ahead", "store": "host"}])
+def test_stop_and_resume(engine, how):
+    engine.train(run="runs/whole", max_steps=12, **how)
     assert engine.until(*ENDS)["ev"] == "done"
     whole = engine.losses()
     assert len(whole) == 12
     engine.events.clear()
-    engine.train(run="runs/part", max_steps=12, store=store)
+    engine.train(run="runs/part", max_steps=12, **how)
     engine.until("step", when=lambda e: e["step"] == 4)
     since = time.monotonic()
     engine.send("stop")
@@ -181,11 +181,12 @@ def test_stop_and_resume(engine, store):
     assert a == b
 
 
+@pytest.mark.parametrize("how", [{"fsdp": True}, {"pipeline": "1f1b"}, {"pipeline": "recompute_ahead", "gradient_checkpointing": True}])
 @pytest.mark.parametrize("world", [2, 4])
-def test_stops_at_any_moment(engine, world):
+def test_stops_at_any_moment(engine, world, how):
     """Ranks see a stop between different actions, some of them inside a collective: they agree, and nobody waits for ever."""
     for i in range(12):
-        engine.train(run=f"runs/{i}", fsdp=True, devices=f"cpu:{world}", gradient_accumulation_steps=8 // world, save_only_model=i % 2 == 0)
+        engine.train(run=f"runs/{i}", **how, devices=f"cpu:{world}", gradient_accumulation_steps=8 // world, save_only_model=i % 2 == 0)
         engine.until("step", when=lambda e: e["step"] == 1)
         time.sleep(0.013 * i)
         since = time.monotonic()
@@ -248,14 +249,15 @@ def test_the_engine_is_killed(tmp_path):
     assert not [p for p in pids if alive(p)], "ranks outlive the engine"
 
 
-def test_text_is_the_same_from_a_shared_head(engine):
+def test_text_is_the_same_from_a_shared_head_and_from_stages(engine):
     texts = []
-    for devices, fsdp in (("cpu:1", False), ("cpu:2", True), ("cpu:4", True)):
-        job = {"model": str(ROOT / "notebooks/tiny"), "devices": devices, "fsdp": fsdp, "max_length": 128}
+    for devices, how in (("cpu:1", {}), ("cpu:2", {"fsdp": True}), ("cpu:4", {"fsdp": True}), ("cpu:2", {"pipeline": "1f1b"}),
+                         ("cpu:4", {"pipeline": "recompute_ahead", "store": "host"})):
+        job = {"model": str(ROOT / "notebooks/tiny"), "devices": devices, "max_length": 128, **how}
         engine.send("generate", job=job, adapter=None, prompts=["The capital of", "Two and"], max_new_tokens=24, temperature=0.7, seed=3)
         e = engine.until(*ENDS)
         assert e["ev"] == "done", e
         texts.append(e["result"]["texts"])
         engine.send("unload")
         engine.until("done")
-    assert texts[0] == texts[1] == texts[2] and len(texts[0][0]) > 10
+    assert all(t == texts[0] for t in texts) and len(texts[0][0]) > 10

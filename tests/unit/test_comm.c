@@ -151,7 +151,7 @@ static const char *groups(seat *s)
             if (s->t->recv(s->c, NULL, ql_vec(out + (2 * p + m) * N, QL_I32, N), p)) return "recv";
         }
     if (s->t->group_end(s->c)) return "end";
-    if (s->t->land(s->c)) return "land";
+    if (s->t->land(s->c, NULL)) return "land";
     for (int p = 0; p < s->world; p++)
         for (int64_t i = 0; i < 2 * N && p != s->rank; i++)
             if (out[2 * p * N + i] != value(p, i)) return "wrong value";
