@@ -2,7 +2,7 @@
  * whole. (What the engine process makes of ranks that die is in tests/py/test_engine.py.) */
 #include "tests/exact/exact.h"
 
-typedef enum { FAIL_ALLOC, FAIL_HOST_ALLOC, FAIL_GATHER, FAIL_EXCHANGE } fault_kind;
+typedef enum { FAIL_ALLOC, FAIL_HOST_ALLOC, FAIL_GATHER, FAIL_EXCHANGE, FAIL_SEND, FAIL_RECV, FAIL_LAND, KILL_SEND, KILL_RECV, KILL_LAND } fault_kind;
 static struct {
     fault_kind kind;
     int rank, at; /* the at-th call on this rank fails, from 1 */
@@ -41,6 +41,27 @@ static ql_status bad_exchange(ql_comm *c, ql_stream *s, ql_tensor out, ql_tensor
     return real->comm->all_to_all(c, s, out, in);
 }
 
+static ql_status bad_send(ql_comm *c, ql_stream *s, ql_tensor x, int to)
+{
+    if (hit(KILL_SEND)) kill(getpid(), SIGKILL);
+    if (hit(FAIL_SEND)) QL_FAIL(QL_EPEER, "made to fail: send %d", fault.at);
+    return real->comm->send(c, s, x, to);
+}
+
+static ql_status bad_recv(ql_comm *c, ql_stream *s, ql_tensor x, int from)
+{
+    if (hit(KILL_RECV)) kill(getpid(), SIGKILL);
+    if (hit(FAIL_RECV)) QL_FAIL(QL_EPEER, "made to fail: recv %d", fault.at);
+    return real->comm->recv(c, s, x, from);
+}
+
+static ql_status bad_land(ql_comm *c, int *over)
+{
+    if (hit(KILL_LAND)) kill(getpid(), SIGKILL);
+    if (hit(FAIL_LAND)) QL_FAIL(QL_EPEER, "made to fail: land %d", fault.at);
+    return real->comm->land(c, over);
+}
+
 static const ql_backend *faulty(int rank, const ql_backend *be)
 {
     static ql_backend mine;
@@ -49,6 +70,7 @@ static const ql_backend *faulty(int rank, const ql_backend *be)
     dev_table = *be->dev, comm_table = *be->comm;
     dev_table.alloc = bad_alloc, dev_table.host_alloc = bad_host_alloc;
     comm_table.all_gather = bad_gather, comm_table.all_to_all = bad_exchange;
+    comm_table.send = bad_send, comm_table.recv = bad_recv, comm_table.land = bad_land;
     mine = (ql_backend){be->name, &dev_table, be->ops, &comm_table};
     return &mine;
 }
@@ -59,6 +81,7 @@ static double run_with(fault_kind kind, int rank, int at, char said[600])
     exact_setting s = {.world = 2, .store = 1, .save = 1, .paged = 1};
     exact_outcome o = {0};
     double from = ql_now();
+    if (kind >= FAIL_SEND) s = (exact_setting){.model = 2, .world = 3, .group = 6, .schedule = QL_PIPE_AHEAD, .store = 2};
     fault.kind = kind, fault.rank = rank, fault.at = at, fault.seen = 0;
     exact_wrap = faulty;
     ql_status st = exact_run(&s, &o);
@@ -73,12 +96,12 @@ static void sweep(fault_kind kind, int step, int least)
 {
     char want[64], said[600];
     int found = 0;
-    for (int rank = 0; rank < 2; rank++)
+    for (int rank = 0; rank < (kind >= FAIL_SEND ? 3 : 2); rank++)
         for (int at = 1; at < 400; at = at < 4 ? at + 1 : at + step) {
             double took = run_with(kind, rank, at, said);
             if (!said[0]) break;
-            snprintf(want, sizeof want, "rank %d: ", rank);
-            CHECK_MSG(strstr(said, want) && strstr(said, "made to fail"), "fault %d at call %d of rank %d is told as: %s", kind, at, rank, said);
+            snprintf(want, sizeof want, kind >= KILL_SEND ? "rank %d died" : "rank %d: ", rank);
+            CHECK_MSG(strstr(said, want) && strstr(said, kind >= KILL_SEND ? "signal 9" : "made to fail"), "fault %d at call %d of rank %d is told as: %s", kind, at, rank, said);
             CHECK_MSG(took < 10, "fault %d at call %d of rank %d took %.1f s", kind, at, rank, took);
             found++;
         }
@@ -89,6 +112,13 @@ TEST(device_allocations_fail) { sweep(FAIL_ALLOC, 1, 2); }
 TEST(host_allocations_fail) { sweep(FAIL_HOST_ALLOC, 1, 6); }
 TEST(gathers_fail) { sweep(FAIL_GATHER, 97, 8); }
 TEST(exchanges_fail) { sweep(FAIL_EXCHANGE, 41, 6); }
+/* Between three stages: the first, the last, and one with two neighbours. */
+TEST(sends_fail) { sweep(FAIL_SEND, 151, 9); }
+TEST(receives_fail) { sweep(FAIL_RECV, 151, 9); }
+TEST(landings_fail) { sweep(FAIL_LAND, 211, 9); }
+TEST(stages_die_sending) { sweep(KILL_SEND, 151, 9); }
+TEST(stages_die_receiving) { sweep(KILL_RECV, 151, 9); }
+TEST(stages_die_waiting) { sweep(KILL_LAND, 211, 9); }
 
 /* What comes after is not the worse for it. */
 TEST(the_next_run_is_whole)
@@ -103,6 +133,8 @@ TEST(the_next_run_is_whole)
 }
 
 static const test_entry tests[] = {T(device_allocations_fail), T(host_allocations_fail), T(gathers_fail), T(exchanges_fail),
+                                   T(sends_fail), T(receives_fail), T(landings_fail), T(stages_die_sending), T(stages_die_receiving),
+                                   T(stages_die_waiting),
                                    T(the_next_run_is_whole)};
 
 int main(int argc, char **argv)

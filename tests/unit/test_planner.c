@@ -1,6 +1,7 @@
 /* The planner from a config.json alone: sizes of public models, devices that are not there, and memory to the byte. */
 #include "core/cost.h"
 #include "core/file.h"
+#include "core/pipe.h"
 #include "core/rank.h"
 #include "core/task.h"
 #include "tests/test.h"
@@ -116,6 +117,9 @@ TEST(the_null_backend_counts_what_was_planned)
         {"{\"fsdp\": true, \"optim\": \"adamw_8bit\", \"activation_offloading\": true}", 8, 1000},
         {"{\"fsdp\": true, \"fsdp_config\": {\"cpu_offload\": true}, \"gradient_checkpointing\": false}", 4, 1000},
         {"{\"store\": \"0-3:resident16,4-9:sharded,10-15:host\", \"optim\": \"paged_adamw_8bit\", \"breadth\": true}", 4, 1000},
+        {"{\"pipeline\": \"1f1b\"}", 2, 1000},
+        {"{\"pipeline\": \"recompute_ahead\", \"gradient_checkpointing\": true, \"optim\": \"paged_adamw_8bit\"}", 8, 1000},
+        {"{\"pipeline\": \"recompute_ahead\", \"store\": \"0-9:host,10-15:resident16\", \"activation_offloading\": true}", 4, 1000},
     };
     ql_null_configure(8, (int64_t)4 << 40);
     for (size_t m = 0; m < sizeof models / sizeof *models; m++)
@@ -166,6 +170,79 @@ TEST(operations_are_those_of_the_model)
     CHECK_CLOSE(all - none, 14.0 - 3.76 + 0.54, 0.01);
 }
 
+/* ---- pipelines -------------------------------------------------------------------------------- */
+
+/* All stages together hold the model once: base, adapters and optimizer; the head is on the last alone. */
+TEST(stages_hold_the_model_once)
+{
+    for (size_t m = 0; m < sizeof models / sizeof *models; m++)
+        for (int world = 2; world <= 8; world *= 2) {
+            ql_task *one = NULL, *t = NULL;
+            ql_arena whole, a;
+            ql_cat once[] = {QL_CAT_BASE, QL_CAT_ADAPTER, QL_CAT_GRAD};
+            int64_t sum[3] = {0}, head = 0;
+            CHECK_OK(task_of(models[m], "{\"gradient_checkpointing\": true, \"exact_worlds\": 1}", 1, 1000, &one));
+            CHECK_OK(task_of(models[m], "{\"pipeline\": \"1f1b\", \"gradient_checkpointing\": true, \"exact_worlds\": 1}", world, 1000, &t));
+            CHECK_OK(ql_mem_count(&one->spec, 0, &whole));
+            const ql_choice *c = &t->spec.choice;
+            CHECK(c->cut[0] == 0 && c->cut[world] == c->layers);
+            for (int r = 0; r < world; r++) {
+                CHECK_OK(ql_mem_count(&t->spec, r, &a));
+                CHECK(c->cut[r + 1] > c->cut[r]);
+                /* Even in work: the last stage has the head, and fewer layers. */
+                CHECK(r == 0 || c->cut[r + 1] - c->cut[r] <= c->cut[r] - c->cut[r - 1] + 1);
+                for (int i = 0; i < 3; i++) sum[i] += a.by_cat[once[i]];
+                if (r < world - 1) head = ql_max64(head, a.by_cat[QL_CAT_HEAD]);
+            }
+            for (int i = 0; i < 3; i++)
+                CHECK_MSG(sum[i] == whole.by_cat[once[i]], "%s on %d stages: %s %lld, whole %lld", models[m], world, ql_cat_name(once[i]),
+                          (long long)sum[i], (long long)whole.by_cat[once[i]]);
+            CHECK(a.by_cat[QL_CAT_HEAD] > 16 * head);
+            ql_task_close(one);
+            ql_task_close(t);
+        }
+}
+
+/* Against the arithmetic: (p - 1) / (m + p - 1) for 1F1B; recompute that runs ahead takes a third off where forward, recompute and
+ * gradient take alike. */
+TEST(bubbles_are_those_of_the_arithmetic)
+{
+    for (int stages = 2; stages <= 4; stages += 2)
+        for (int m = 4; m <= 16; m *= 2) {
+            ql_choice c = {.world = stages, .layers = stages, .g = m, .pieces = 1, .schedule = QL_PIPE, .train = 1};
+            ql_pipe_times t = {.head = 0};
+            ql_pipe_result plain, ahead, none;
+            for (int s = 0; s < stages; s++) t.f[s] = t.r[s] = t.b[s] = 1, c.store[s] = QL_STORE_RESIDENT, c.cut[s + 1] = (int16_t)(s + 1);
+            CHECK_OK(ql_pipe_run(&c, m, &t, &plain));
+            c.schedule = QL_PIPE_AHEAD;
+            CHECK_OK(ql_pipe_run(&c, m, &t, &ahead));
+            memset(c.keep, QL_KEEP_ALL, sizeof c.keep);
+            c.schedule = QL_PIPE;
+            CHECK_OK(ql_pipe_run(&c, m, &t, &none));
+            double want = (double)(stages - 1) / (m + stages - 1);
+            CHECK_CLOSE(plain.bubble, want, 1e-9);
+            CHECK_CLOSE(none.bubble, want, 1e-9);
+            CHECK_MSG(ahead.bubble < plain.bubble, "%d stages, %d micro-batches: %.4f ahead", stages, m, ahead.bubble);
+            if (stages == 2) CHECK_CLOSE(ahead.bubble, 2.0 / (3 * m + 2), 1e-9); /* 14.3, 7.7 and 4.0 % */
+        }
+}
+
+/* `auto` takes a pipeline where links are slow and nothing fits without moving, and leaves it where a model just fits. */
+TEST(auto_takes_a_pipeline_for_a_reason)
+{
+    ql_task *t = NULL;
+    CHECK_OK(task_of(models[0], "{\"pipeline\": \"auto\"}", 2, 40, &t));
+    CHECK_INT(t->spec.choice.schedule, QL_LOOP);
+    ql_task_close(t);
+    CHECK_OK(task_of(models[1], "{\"pipeline\": \"auto\", \"max_length\": 256, \"gradient_accumulation_steps\": 16}", 2, 24, &t));
+    CHECK_MSG(ql_plan_piped(&t->spec.choice), "70B, short rows: schedule %d", (int)t->spec.choice.schedule);
+    ql_task_close(t);
+    CHECK_FAILS(task_of("notebooks/tiny", "{\"pipeline\": \"1f1b\"}", 8, 40, &t), QL_EINVAL, "needs as many layers, this model has 4");
+    CHECK_FAILS(task_of("notebooks/tiny", "{\"pipeline\": \"1f1b\", \"fsdp\": true}", 2, 40, &t), QL_EINVAL, "keep one");
+    CHECK_FAILS(task_of("notebooks/tiny", "{\"pipeline\": \"1f1b\", \"store\": \"0-2:resident,3:sharded\"}", 2, 40, &t), QL_EINVAL, "layer 3");
+    CHECK_FAILS(task_of("notebooks/tiny", "{\"pipeline\": \"1f1b\", \"breadth\": true}", 2, 40, &t), QL_EINVAL, "breadth");
+}
+
 /* ---- golden plans ----------------------------------------------------------------------------- */
 
 static void same_as_file(const json_t *ranks, const char *name)
@@ -197,6 +274,9 @@ TEST(printed_plans_are_golden)
         {"loop-2-sharded.txt", "{\"fsdp\": true, \"gradient_checkpointing\": true}", 2},
         {"breadth-2-sharded.txt", "{\"fsdp\": true, \"breadth\": true, \"exact_worlds\": 2, \"activation_offloading\": true}", 2},
         {"loop-4-mixed.txt", "{\"store\": \"0-1:resident,2:host,3:sharded\", \"gradient_checkpointing\": false}", 4},
+        {"pipe-2-1f1b.txt", "{\"pipeline\": \"1f1b\", \"store\": \"0-1:resident,2-3:host\", \"gradient_checkpointing\": true}", 2},
+        {"pipe-2-ahead.txt", "{\"pipeline\": \"recompute_ahead\", \"gradient_checkpointing\": true, \"exact_worlds\": 2}", 2},
+        {"pipe-4-1f1b.txt", "{\"pipeline\": \"1f1b\", \"gradient_checkpointing\": false, \"layers_to_transform\": [1, 2, 3], \"target_modules\": [\"q_proj\"]}", 4},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         ql_job *job = NULL;
@@ -215,4 +295,5 @@ TEST(printed_plans_are_golden)
 }
 
 TEST_MAIN(T(large_models_are_planned_in_under_a_second), T(plans_fit_as_the_arithmetic_says), T(the_null_backend_counts_what_was_planned),
-          T(operations_are_those_of_the_model), T(printed_plans_are_golden))
+          T(operations_are_those_of_the_model), T(stages_hold_the_model_once), T(bubbles_are_those_of_the_arithmetic),
+          T(auto_takes_a_pipeline_for_a_reason), T(printed_plans_are_golden))
