@@ -74,7 +74,7 @@ info:
 	    .ci/info
 
 clean:
-	rm -rf $(BUILD) build-asan
+	rm -rf $(BUILD) build-asan build-tsan
 
 -include $(shell find $(BUILD) -name 'venv*' -prune -o -type f -name '*.d' -print 2>/dev/null)
 .PHONY: all info setup-python clean

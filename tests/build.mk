@@ -38,6 +38,15 @@ SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-fra
 asan:
 	@$(MAKE) --no-print-directory BUILD=build-asan OPT="-O1 -g $(SANITIZE)" LDFLAGS="$(SANITIZE)" unit
 
+# What threads share, under the thread sanitizer: ranks as threads (runs really fork them), and what is threaded by itself.
+TSAN := test_threads test_comm test_data test_event test_hub
+tsan:
+	@$(MAKE) --no-print-directory BUILD=build-tsan OPT="-O1 -g -fsanitize=thread -fno-omit-frame-pointer" LDFLAGS="-fsanitize=thread" \
+	    tsan-programs
+tsan-programs: $(TSAN:%=$(BUILD)/tests/%)
+	@OPENBLAS_NUM_THREADS=1 TSAN_OPTIONS="halt_on_error=1 suppressions=tests/tsan.supp $(TSAN_OPTIONS)" tests/run $(TSAN:%=$(BUILD)/tests/%)
+.PHONY: tsan tsan-programs
+
 # tests/fuzz/fuzz_*.c under libFuzzer: `make fuzz FUZZ_TIME=600`, `make fuzz FUZZ=fuzz_config`. Without clang and its
 # fuzzer library they are left out, with one line that says so. `make test` runs each for FUZZ_TEST_TIME seconds.
 FUZZ_TIME      ?= 20

@@ -155,13 +155,14 @@ static ql_status exact_train(ql_rank_process *p, ql_worker *w)
     ql_dev_memory dm;
     json_t *out = NULL;
     if (exact_wrap) p->setup.be = exact_wrap(p->rank, p->setup.be);
-    QL_TRY(ql_rank_open(&p->setup, &exact_now.task->spec, &w->rank));
+    QL_TRY(ql_rank_open(&p->setup, &w->task->spec, &w->rank));
     m = w->rank->mem;
     QL_TRY(ql_rank_load(w->rank));
     const ql_comm_table *comm = p->setup.be->comm;
     int64_t before = w->rank->comm ? comm->bytes_sent(w->rank->comm) : 0;
-    QL_TRY(ql_train_run(w, exact_now.command, &out));
+    ql_status st = ql_train_run(w, exact_now.command, &out);
     json_decref(out);
+    QL_TRY(st);
     exact_mem->sent[p->rank] = w->rank->comm ? comm->bytes_sent(w->rank->comm) - before : 0;
     QL_TRY(p->setup.be->dev->memory(w->rank->dev, &dm));
     QL_TRY(ql_mem_count(w->rank->spec, p->rank, &counted));
@@ -173,18 +174,24 @@ static ql_status exact_train(ql_rank_process *p, ql_worker *w)
     return ql_rank_get_adapters(w->rank, exact_mem->adapters[p->rank]);
 }
 
-static int exact_body(ql_rank_process *p)
+static ql_status exact_worker(ql_rank_process *p, ql_task *task)
 {
-    ql_worker w = {.p = p, .task = exact_now.task, .placed = exact_now.task, .order_epoch = -1};
+    ql_worker w = {.p = p, .task = task, .placed = task, .order_epoch = -1};
     ql_status st = exact_train(p, &w);
-    if (st != QL_OK) {
+    if (st != QL_OK && st != QL_ESTOP) {
         snprintf(exact_mem->why[p->rank], sizeof exact_mem->why[0], "rank %d: %s: %s", p->rank, ql_status_name(st), ql_error());
-        p->shared->abort = 1;
+        __atomic_store_n(&p->shared->abort, 1, __ATOMIC_RELEASE);
     }
     ql_rank_close(w.rank);
+    free(w.order);
     ql_events_flush(p->out, 5000, NULL);
-    exact_mem->ended[p->rank] = 1;
-    return st == QL_OK ? 0 : 1;
+    __atomic_store_n(&exact_mem->ended[p->rank], 1, __ATOMIC_RELEASE);
+    return st;
+}
+
+static int exact_body(ql_rank_process *p)
+{
+    return exact_worker(p, exact_now.task) == QL_OK ? 0 : 1;
 }
 
 /* ---- in the test ------------------------------------------------------------------------------ */
