@@ -148,4 +148,8 @@ sanitize: cuda-tests
 # The table of what the sm_75 kernels take, after a change that is meant (make test compares).
 resources: need-nvcc $(CUDA_LIB)
 	@python3 tests/cuda/resources.py $(BUILD) --write
-.PHONY: need-nvcc cuda-tests test-cuda sanitize resources
+# Kaggle has CUDA 12.8 and gcc 11: the sources through those of its parts that pip has, and a whole build for a T4 with gcc 11, which may
+# take three minutes on two cores (counted as processor time, so that a busy machine does not matter).
+check-cuda12: need-nvcc
+	@python3 tests/cuda/cuda12.py $(BUILD) $(NVCC)
+.PHONY: need-nvcc cuda-tests test-cuda sanitize resources check-cuda12
