@@ -1,5 +1,6 @@
-/* bench_cuda [PART]: micro-benchmarks of the CUDA backend at the 8B model's shapes, through its three tables alone.
- * Parts: copy nf4 matmul attention small. Every line: what, time, rate, share of a device copy of the same bytes. */
+/* bench_cuda [PART]: the ceilings of a GPU, and every op of the CUDA backend at the 8B model's shapes against its ceiling, through the
+ * backend's three tables alone. Parts: ceilings nf4 matmul attention small. Prints Markdown: what, time, rate, share of the ceiling,
+ * which is a device copy for what moves bytes and a product of 8192 cubed for what multiplies. */
 #include "kernels/comm.h"
 
 #include <math.h>
@@ -7,13 +8,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { KINDS = 3, C = 4096, F = 14336, H = 32, G = 8, D = 128 };
+enum { CEILING = 8192, KINDS = 3, C = 4096, F = 14336, H = 32, G = 8, D = 128 };
 
 static const ql_backend *backend;
 static ql_dev *dev;
 static ql_queue q;
 static ql_event *e0, *e1;
-static double copy_rate; /* GB/s of a large device copy, read + write */
+static double copy_rate;            /* GB/s of a large device copy, read + write */
+static double product_rate[KINDS]; /* TFLOP/s of 8192³ by dtype */
 static const char *const names[KINDS] = {"f32", "f16", "bf16"};
 
 static void must(ql_status s, const char *what)
@@ -83,13 +85,22 @@ static double time_of(body f, void *ctx)
     return best;
 }
 
-static void line(const char *what, double ms, double bytes, double flops)
+static void head(const char *part)
 {
-    printf("%-44s %9.4f ms", what, ms);
-    if (bytes > 0) printf(" %8.0f GB/s", bytes / ms * 1e-6);
-    if (bytes > 0 && copy_rate > 0) printf(" %5.1f %% of copy", 100 * bytes / ms * 1e-6 / copy_rate);
-    if (flops > 0) printf(" %7.1f TFLOP/s", flops / ms * 1e-9);
-    putchar('\n');
+    printf("\n| %s | ms | rate | of its ceiling |\n|---|---|---|---|\n", part);
+}
+
+static void line(const char *what, ql_dtype t, double ms, double bytes, double flops)
+{
+    double share = bytes > 0 && copy_rate > 0 ? 100 * bytes / ms * 1e-6 / copy_rate : 0;
+    if (flops > 0 && product_rate[t] > 0) share = 100 * flops / ms * 1e-9 / product_rate[t];
+    printf("| %s | %.4f | ", what, ms);
+    if (bytes > 0) printf("%.0f GB/s", bytes / ms * 1e-6);
+    if (flops > 0) printf("%.1f TFLOP/s", flops / ms * 1e-9);
+    if (share > 0)
+        printf(" | %.1f %% |\n", share);
+    else
+        printf(" | |\n");
     fflush(stdout);
 }
 
@@ -119,9 +130,23 @@ static double copy_ms(int64_t bytes)
 static void bench_copy(void)
 {
     double bytes = 1 << 30, ms = copy_ms((int64_t)bytes);
-    copy_rate = 0;
-    line("device copy, 512 MiB read, 512 MiB written", ms, bytes, 0);
+    line("device copy, 512 MiB read, 512 MiB written", QL_F32, ms, bytes, 0);
     copy_rate = bytes / ms * 1e-6;
+}
+
+static void bench_links(void)
+{
+    copies c = {.bytes = 256 << 20};
+    char *host = NULL, *there = get(c.bytes);
+    must(backend->dev->host_alloc(dev, c.bytes, (void **)&host), "pinned memory");
+    for (int down = 0; down < 2; down++) {
+        for (int i = 0; i < 6; i++) c.a[i] = down ? there : host, c.b[i] = down ? host : there;
+        double rate = copy_rate;
+        copy_rate = 0; /* not its ceiling: a ceiling itself */
+        line(down ? "device to pinned host, 256 MiB" : "pinned host to device, 256 MiB", QL_F32, time_of(run_copy, &c), (double)c.bytes, 0);
+        copy_rate = rate;
+    }
+    backend->dev->host_free(dev, host), put_back(there);
 }
 
 /* ---- 4-bit weights ---- */
@@ -155,8 +180,8 @@ static void bench_nf4(ql_dtype t, int64_t rows, int64_t cols, double bar)
     double ms = time_of(run_nf4, &x), bytes = (double)n * (0.5 + 1.0 / 64 + 4.0 / 64 / 256 + 2);
     double copy = copy_ms((int64_t)bytes), share = 100 * copy / ms;
     snprintf(what, sizeof what, "nf4_dequant %s %lldx%lld", names[t], (long long)rows, (long long)cols);
-    printf("%-44s %9.4f ms %8.0f GB/s %5.1f %% of a copy of the same bytes (bar %.0f)  %s\n", what, ms, bytes / ms * 1e-6,
-           share, bar, share >= bar ? "PASS" : "FAIL");
+    printf("| %s | %.4f | %.0f GB/s | %.1f %% of a copy of the same bytes, bar %.0f: %s |\n", what, ms, bytes / ms * 1e-6, share, bar,
+           share >= bar ? "met" : "MISSED");
     fflush(stdout);
     for (int i = 0; i < 6; i++) {
         put_back(x.out[i].data), put_back((void *)(uintptr_t)x.w[i].packed[0]);
@@ -194,16 +219,19 @@ static void bench_matmul(const char *name, ql_dtype t, int64_t m, int64_t n, int
     double ms = time_of(run_matmul, &p);
     snprintf(what, sizeof what, "matmul %s %s %s M %lld N %lld K %lld%s", names[t], kinds[trans], name, (long long)m,
              (long long)n, (long long)k, residual ? " +c" : "");
-    line(what, ms, 0, 2.0 * (double)m * (double)n * (double)k);
+    double flops = 2.0 * (double)m * (double)n * (double)k;
+    if (m == CEILING && n == CEILING && k == CEILING) product_rate[t] = 0; /* the ceiling itself */
+    line(what, t, ms, 0, flops);
+    if (m == CEILING && n == CEILING && k == CEILING) product_rate[t] = flops / ms * 1e-9;
     put_back(p.a.data), put_back(p.b.data), put_back(p.out.data);
     if (residual) put_back(p.c.data);
 }
 
-static void bench_matmuls(void)
+static void bench_matmuls(ql_dtype best)
 {
     for (int64_t m = 2048; m <= 8192; m *= 4)
-        for (ql_dtype t = QL_BF16; t >= QL_F16; t--) {
-            if (t == QL_F16 && m == 8192) continue;
+        for (ql_dtype t = best; t >= QL_F16; t--) {
+            if (t != best && m == 8192) continue;
             bench_matmul("qkv", t, m, 6144, C, 48, QL_NT, 0);
             bench_matmul("o", t, m, C, C, 16, QL_NT, 1);
             bench_matmul("gate_up", t, m, 2 * F, C, 32, QL_NT, 0);
@@ -263,9 +291,9 @@ static void bench_attention(ql_dtype t, int64_t docs, int64_t s, int64_t heads, 
     double flops = 4.0 * (double)docs * (double)flops_pairs(s) * (double)heads * (double)d;
     snprintf(what, sizeof what, "attention %s %lldx%lld H %lld G %lld D %lld fwd", names[t], (long long)docs, (long long)s,
              (long long)heads, (long long)kv, (long long)d);
-    line(what, time_of(run_fwd, &x), 0, flops);
+    line(what, t, time_of(run_fwd, &x), 0, flops);
     memcpy(what + strlen(what) - 3, "bwd", 3);
-    line(what, time_of(run_bwd, &x), 0, 2.5 * flops);
+    line(what, t, time_of(run_bwd, &x), 0, 2.5 * flops);
     put_back(qkv.data), put_back(dqkv.data), put_back(x.o.data), put_back(x.dout.data), put_back(x.lse.data);
     put_back(x.delta.data), put_back(on_dev);
     free(meta);
@@ -325,7 +353,7 @@ static void bench_small(ql_dtype t)
     x.a = random_mat(t, T, C, C, 1), x.b = random_mat(t, T, C, C, 1), x.c = random_mat(t, T, C, C, 1);
     x.w = random_mat(QL_F32, 1, C, C, 1);
     x.drop = (ql_drop){1, 2, 3, 4, 0.1f, x.pos.data};
-#define LINE(name, f, bytes) snprintf(what, sizeof what, "%s %s", name, names[t]), line(what, time_of(f, &x), bytes, 0)
+#define LINE(name, f, bytes) snprintf(what, sizeof what, "%s %s", name, names[t]), line(what, t, time_of(f, &x), bytes, 0)
     LINE("rmsnorm 8192x4096", run_norm, 2 * e * tokens * C);
     LINE("rmsnorm_dx 8192x4096 + dres", run_norm_dx, 4 * e * tokens * C);
     LINE("rope 8192x32x128", run_rope, 2 * e * tokens * C);
@@ -370,25 +398,28 @@ int main(int argc, char **argv)
     q.ops = backend->ops, q.work = get(QL_WORK_BYTES);
     ql_dtype t = info.bf16 ? QL_BF16 : QL_F16;
 #define PART(name) (!*only || !strcmp(only, name))
+    head("ceilings");
     bench_copy();
+    bench_links();
+    for (ql_dtype u = t; u >= QL_F16; u--) bench_matmul("ceiling", u, CEILING, CEILING, CEILING, 0, QL_NT, 0);
     if (PART("nf4")) {
-        for (int i = 0; i < 2; i++) {
-            ql_dtype u = i ? QL_F16 : t;
-            if (i && u == t) break;
+        head("4-bit weights, six buffers in rotation");
+        for (ql_dtype u = t; u >= QL_F16; u--) {
             bench_nf4(u, 28672, 4096, 93), bench_nf4(u, 14336, 4096, 93);
             bench_nf4(u, 4096, 4096, 98), bench_nf4(u, 1024, 4096, 108);
         }
     }
-    if (PART("small")) bench_small(t);
+    if (PART("small")) head("ops that move bytes"), bench_small(t);
     if (PART("attention")) {
+        head("attention");
         bench_attention(t, 1, 2048, H, G, D), bench_attention(t, 4, 2048, H, G, D), bench_attention(t, 1, 8192, H, G, D);
-        bench_attention(QL_F16, 4, 2048, H, G, D), bench_attention(t, 4, 2048, H, G, 64);
+        if (t != QL_F16) bench_attention(QL_F16, 4, 2048, H, G, D);
+        bench_attention(t, 4, 2048, H, G, 64);
     }
-    if (PART("matmul") && info.bf16) bench_matmuls();
+    if (PART("matmul")) head("products"), bench_matmuls(t);
     backend->dev->event_close(e0), backend->dev->event_close(e1);
     put_back(q.work);
     backend->dev->stream_close(q.stream);
     backend->dev->close(dev);
-    printf("PASS bench finished\n");
     return 0;
 }
