@@ -1,5 +1,6 @@
 #include "core/rank.h"
 
+#include "core/ahead.h"
 #include "kernels/half.h"
 
 #include <stdio.h>
@@ -288,6 +289,32 @@ static ql_status load_layer(ql_rank *r, ql_loader *ld, int64_t l)
     }
 }
 
+/* What this rank is going to read of the file, in that order: of a shared layer its own part, of host layers those that it fills. */
+static ql_status read_ahead(ql_rank *r, ql_ahead **out)
+{
+    const ql_mem *m = r->mem;
+    const ql_model *model = r->spec->model;
+    const ql_head *h = &m->head;
+    int64_t n = 0, head_row = model->head.cols * (int64_t)ql_dtype_size(model->head.dtype), from = h->first * h->piece;
+    ql_ahead_range *range = calloc((size_t)((m->hi - m->lo) * QL_LINEARS + 1), sizeof *range);
+    if (!range) QL_FAIL(QL_ENOMEM, "no memory for what is read ahead");
+    for (int64_t l = m->lo; l < m->hi; l++)
+        for (int i = 0; i < QL_LINEARS; i++) {
+            const ql_weight *w = &model->block[l].w[i];
+            ql_store_kind store = (ql_store_kind)r->spec->choice.store[l];
+            int shared = store == QL_STORE_SHARDED && w->kind != QL_PLAIN;
+            int64_t part = m->blob[l].lin[i].part / 2, at = shared ? ql_min64(r->set.rank * part, w->bytes) : 0;
+            if (store == QL_STORE_HOST && !ql_plan_piped(&r->spec->choice) && l % r->set.world != r->set.rank) continue;
+            range[n++] = (ql_ahead_range){(const char *)w->data + at, shared ? ql_min64(part, w->bytes - at) : w->bytes, l};
+        }
+    if (ql_mem_has_head(m) && from < h->vocab)
+        range[n++] = (ql_ahead_range){(const char *)model->head.data + from * head_row,
+                                      (ql_min64(h->vocab, from + h->count * h->piece) - from) * head_row, m->hi};
+    ql_status st = ql_ahead_open(range, n, out);
+    free(range);
+    return st;
+}
+
 /* A word with each neighbour: what a connection takes, it takes now. */
 static ql_status warm_links(ql_rank *r)
 {
@@ -310,13 +337,16 @@ ql_status ql_rank_load(ql_rank *r)
     const ql_model *model = r->spec->model;
     int64_t n = m->hi - m->lo;
     float freq[128];
+    ql_ahead *ahead = NULL;
     ql_status st = QL_OK;
     ql_loader ld = {r->set.be, &r->q, model, &r->spec->quant, m->temp, m->temp_bytes};
     ql_rope_inv_freq(&model->cfg, freq);
     QL_GO(dev_of(r)->copy(r->compute, m->freq.data, freq, model->cfg.head_dim / 2 * 4));
     QL_GO(dev_of(r)->sync(r->compute));
     ql_rank_at(r, QL_AT_LOADING);
+    QL_GO(read_ahead(r, &ahead));
     for (int64_t l = m->lo; l < m->hi; l++) {
+        ql_ahead_turn(ahead, l);
         r->set.shared->rank[r->set.rank].doing = (ql_action){.mb = -1, .layer = (int16_t)l, .slot = -1};
         QL_GO(load_small(r, l));
         QL_GO(load_layer(r, &ld, l));
@@ -325,6 +355,7 @@ ql_status ql_rank_load(ql_rank *r)
         if (ql_flag(&r->set.shared->stop)) QL_GO(QL_ESTOP);
         if (r->set.progress) r->set.progress(r->set.ctx, "load", l - m->lo + 1, n + 1);
     }
+    ql_ahead_turn(ahead, m->hi);
     if (ql_mem_has_head(m)) {
         QL_GO(load_vector(r, &model->norm, m->head.norm));
         QL_GO(load_head(r));
@@ -340,6 +371,7 @@ ql_status ql_rank_load(ql_rank *r)
     if (r->comm && r->set.host_base) QL_GO(r->set.be->comm->barrier(r->comm, r->compute));
     if (r->set.progress) r->set.progress(r->set.ctx, "load", n + 1, n + 1);
 out:
+    ql_ahead_close(ahead);
     return st;
 }
 

@@ -31,7 +31,7 @@ $(BUILD)/tests/ops_cuda: $(OPS_OBJ) $(BUILD)/tests/ops/cuda_only.o $(addprefix $
 UNIT += $(BUILD)/tests/test_ops
 
 # Models of real shapes with random values, for benchmarks on machines without a hub.
-$(BUILD)/tests/make_model $(BUILD)/tests/profile $(BUILD)/tests/tokenizer_speed $(BUILD)/tests/rows_memory: $(BUILD)/tests/%: $(BUILD)/tests/bench/%.o $(LIB)
+$(BUILD)/tests/make_model $(BUILD)/tests/profile $(BUILD)/tests/load $(BUILD)/tests/tokenizer_speed $(BUILD)/tests/rows_memory: $(BUILD)/tests/%: $(BUILD)/tests/bench/%.o $(LIB)
 	@mkdir -p $(@D)
 	$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
 
@@ -116,7 +116,7 @@ CUDA_PROG  := $(BUILD)/kernels/err.o $(BUILD)/kernels/ops.o $(BUILD)/kernels/cud
 CARRY_LIBS := -Wl,-Bstatic -ljansson -lpcre2-8 -Wl,-Bdynamic -lpthread -ldl -lm
 CARRY_LINK  = @mkdir -p $(@D); $(CC) $(LDFLAGS) -s $(filter %.o %.a,$^) -o $@ $(CARRY_LIBS)
 CUDA_TESTS := $(addprefix $(BUILD)/tests/,ops_cuda attn_check comm_cuda bnb_cuda golden_cuda exact_cuda engine_cuda)
-CUDA_BENCH := $(addprefix $(BUILD)/tests/,bench_cuda profile_cuda make_model_cuda)
+CUDA_BENCH := $(addprefix $(BUILD)/tests/,bench_cuda profile_cuda make_model_cuda load_cuda)
 
 $(BUILD)/tests/bnb_cuda $(BUILD)/tests/golden_cuda: $(BUILD)/tests/%_cuda: $(BUILD)/tests/unit/test_%.o $(BUILD)/tests/cuda/no_blas.o $(LIB)
 	$(CARRY_LINK)
@@ -124,7 +124,7 @@ $(BUILD)/tests/exact_cuda: $(BUILD)/tests/exact/test_exact.o $(BUILD)/tests/cuda
 	$(CARRY_LINK)
 $(BUILD)/tests/engine_cuda: $(BUILD)/core/engine_main.o $(BUILD)/tests/cuda/no_blas.o $(LIB)
 	$(CARRY_LINK)
-$(BUILD)/tests/profile_cuda $(BUILD)/tests/make_model_cuda: $(BUILD)/tests/%_cuda: $(BUILD)/tests/bench/%.o $(BUILD)/tests/cuda/no_blas.o $(LIB)
+$(BUILD)/tests/profile_cuda $(BUILD)/tests/make_model_cuda $(BUILD)/tests/load_cuda: $(BUILD)/tests/%_cuda: $(BUILD)/tests/bench/%.o $(BUILD)/tests/cuda/no_blas.o $(LIB)
 	$(CARRY_LINK)
 $(BUILD)/tests/bench_cuda $(BUILD)/tests/comm_cuda: $(BUILD)/tests/%_cuda: $(BUILD)/tests/cuda/%.o $(CUDA_PROG)
 	@mkdir -p $(@D)
