@@ -6,8 +6,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* A piece is waited for at a time, `ASKED` bytes of its range are asked for; pages are there two turns before their use. */
-enum { PIECE = 8 << 20, ASKED = 64 << 20, TURNS = 2 };
+/* A piece is waited for at a time, `ASKED` bytes of its range are asked for; pages are there two turns before their use. They stay in the
+ * page cache and not in this process, whose memory must not grow by them. */
+enum { PIECE = 128 << 10, ASKED = 64 << 20, TURNS = 2 };
 
 struct ql_ahead {
     pthread_t thread;
@@ -48,7 +49,8 @@ static void *read_ahead(void *arg)
             advise(asked, ask, MADV_WILLNEED);
             asked = ask;
 #ifdef MADV_POPULATE_READ
-            advise(at, stop, MADV_POPULATE_READ); /* waits until they are there, and maps them */
+            advise(at, stop, MADV_POPULATE_READ); /* waits until they are there */
+            advise(at, stop, MADV_DONTNEED);
 #else
             (void)stop;
 #endif
