@@ -6,9 +6,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* A piece is waited for at a time, `ASKED` bytes of its range are asked for; pages are there two turns before their use. They stay in the
- * page cache and not in this process, whose memory must not grow by them. */
-enum { PIECE = 128 << 10, ASKED = 64 << 20, TURNS = 2 };
+/* Asked for a piece at a time, two turns before its use. Nothing is mapped: a process' memory must not grow by what it is going to read. */
+enum { PIECE = 8 << 20, TURNS = 2 };
 
 struct ql_ahead {
     pthread_t thread;
@@ -30,30 +29,16 @@ static int wait_for_turn(ql_ahead *a, int64_t turn)
     return go;
 }
 
-static void advise(uintptr_t from, uintptr_t to, int how)
-{
-    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
-    from = from / page * page;
-    /* Advice only: what is refused (an old kernel, a file cut short) is read, or reported, where it is used. */
-    if (to > from) (void)madvise((void *)from, to - from, how);
-}
-
 static void *read_ahead(void *arg)
 {
     ql_ahead *a = arg;
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
     for (int64_t i = 0; i < a->count; i++) {
-        uintptr_t at = (uintptr_t)a->range[i].at, end = at + (uintptr_t)a->range[i].bytes, asked = at;
+        uintptr_t at = (uintptr_t)a->range[i].at / page * page, end = (uintptr_t)a->range[i].at + (uintptr_t)a->range[i].bytes;
         for (; at < end; at += PIECE) {
             if (!wait_for_turn(a, a->range[i].turn)) return NULL;
-            uintptr_t ask = end - at < ASKED ? end : at + ASKED, stop = end - at < PIECE ? end : at + PIECE;
-            advise(asked, ask, MADV_WILLNEED);
-            asked = ask;
-#ifdef MADV_POPULATE_READ
-            advise(at, stop, MADV_POPULATE_READ); /* waits until they are there */
-            advise(at, stop, MADV_DONTNEED);
-#else
-            (void)stop;
-#endif
+            /* Advice only: what is refused (a file cut short, say) is read, or reported, where it is used. */
+            (void)madvise((void *)at, end - at < PIECE ? end - at : PIECE, MADV_WILLNEED);
         }
     }
     return NULL;
