@@ -143,6 +143,9 @@ cuda-tests: need-nvcc $(CUDA_LIB) $(CUDA_TESTS) $(CUDA_BENCH) $(if $(T4),,$(BUIL
 # At most 8 minutes on one GPU; a skip is a failure. T4=1: as on a T4, from PTX of compute_75 alone.
 test-cuda: cuda-tests
 	@tests/cuda/run.sh $(BUILD)
+# At most 8 minutes: ceilings, ops, loading, steps, peers as one Markdown table; OUT=tests/bench/h200.md writes it there too.
+bench-cuda: cuda-tests
+	@python3 tests/bench/cuda.py $(BUILD) $(OUT)
 sanitize: cuda-tests
 	@tests/cuda/sanitize.sh $(BUILD)
 # The table of what the sm_75 kernels take, after a change that is meant (make test compares).
@@ -152,4 +155,4 @@ resources: need-nvcc $(CUDA_LIB)
 # take three minutes on two cores (counted as processor time, so that a busy machine does not matter).
 check-cuda12: need-nvcc
 	@python3 tests/cuda/cuda12.py $(BUILD) $(NVCC)
-.PHONY: need-nvcc cuda-tests test-cuda sanitize resources check-cuda12
+.PHONY: need-nvcc cuda-tests test-cuda bench-cuda sanitize resources check-cuda12

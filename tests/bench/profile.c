@@ -1,19 +1,25 @@
-/* profile MODEL_FOLDER '{"setting": value, …}': where a step's time goes, op by op, on one device. Every op of the backend's table is wrapped
- * in a pair of events on the compute stream; nothing waits inside the step. MODEL_FOLDER is one of make_model's. */
+/* profile MODEL_FOLDER '{"setting": value, …}': where a step's time goes, op by op, and how much of gathers and host copies hides behind it.
+ * Every op of the backend's table is wrapped in a pair of events on the compute stream, every transfer in a pair on its own stream; nothing
+ * waits inside the step. Rank 0 tells. MODEL_FOLDER is one of make_model's. */
 #include "core/devices.h"
-#include "core/rank.h"
-#include "core/task.h"
+#include "core/launch.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
-enum { MOST = 60000, KEYS = 512 };
+enum { MOST = 60000, KEYS = 512, MOVES = 4096 };
 
 static const ql_ops *real;
 static const ql_dev_table *dev;
-static ql_stream *stream;
+static const ql_comm_table *comm;
+static ql_stream *stream, *side;
 static ql_event *begin[MOST], *end[MOST];
+static ql_event *move_begin[MOVES], *move_end[MOVES];
+static int64_t moved;
+static int moves;
 static int key_of[MOST], used, recording;
 static char keys[KEYS][96];
 static int key_count;
@@ -86,6 +92,57 @@ static ql_ops wrapped(const ql_ops *o)
     return w;
 }
 
+/* A transfer on the side stream, between its events. */
+static int start_move(const ql_stream *s, int64_t bytes)
+{
+    if (!recording || s != side || moves == MOVES || dev->record(side, move_begin[moves]) != QL_OK) return -1;
+    moved += bytes;
+    return moves++;
+}
+
+static ql_status stop_move(int i, ql_status st)
+{
+    return i >= 0 && st == QL_OK ? dev->record(side, move_end[i]) : st;
+}
+
+static ql_status w_copy(ql_stream *s, void *dst, const void *src, int64_t bytes)
+{
+    int i = start_move(s, bytes);
+    return stop_move(i, dev->copy(s, dst, src, bytes));
+}
+
+static ql_status w_all_gather(ql_comm *c, ql_stream *s, X out, X in)
+{
+    int i = start_move(s, (out.cols - in.cols) * (int64_t)ql_dtype_size(in.dtype));
+    return stop_move(i, comm->all_gather(c, s, out, in));
+}
+
+/* Milliseconds of the transfers that fall into an op of the compute stream. Both are in the order of their streams. */
+static ql_status report_moves(ql_event *origin)
+{
+    static double from[MOST], to[MOST];
+    double all = 0, hidden = 0;
+    for (int i = 0; i < used; i++) {
+        QL_TRY(dev->elapsed(origin, begin[i], &from[i]));
+        QL_TRY(dev->elapsed(origin, end[i], &to[i]));
+    }
+    for (int k = 0, i = 0; k < moves; k++) {
+        double a = 0, b = 0;
+        QL_TRY(dev->elapsed(origin, move_begin[k], &a));
+        QL_TRY(dev->elapsed(origin, move_end[k], &b));
+        all += b - a;
+        while (i < used && to[i] <= a) i++;
+        for (int n = i; n < used && from[n] < b; n++) {
+            double lo = from[n] > a ? from[n] : a, hi = to[n] < b ? to[n] : b;
+            hidden += hi > lo ? hi - lo : 0;
+        }
+    }
+    if (moves)
+        printf("%d transfers of %.2f GB in %.1f ms (%.1f GB/s): %.1f %% of that time an op was running beside them\n", moves, (double)moved * 1e-9, all,
+               (double)moved / all * 1e-6, 100 * hidden / all);
+    return QL_OK;
+}
+
 static int by_time(const void *a, const void *b)
 {
     double x = *(const double *)a, y = *(const double *)b;
@@ -109,67 +166,58 @@ static ql_status report(double step_ms)
     }
     qsort(row, (size_t)key_count, sizeof *row, by_time);
     printf("step %.1f ms; inside ops %.1f ms\n", step_ms, all);
-    for (int i = 0; i < key_count && i < 45; i++)
+    for (int i = 0; i < key_count && i < 24; i++)
         printf("%-40s %5d calls %8.2f ms %5.1f %%  %7.4f each\n", keys[row[i].key], row[i].calls, row[i].ms, 100 * row[i].ms / all, row[i].ms / row[i].calls);
     return QL_OK;
 }
 
-static ql_status run(const char *folder, const char *settings)
-{
-    json_t *job = json_loads(settings, 0, NULL), *probe = NULL;
-    const ql_backend *cuda = NULL;
-    char missing[512], backend[16], data[4096];
-    int device[QL_MAX_WORLD];
-    ql_job *j = NULL;
+/* ---- in a rank ---- */
+
+static struct {
+    ql_task *task;
     ql_args args;
-    ql_task *t = NULL;
-    ql_rank *r = NULL;
-    ql_shared *shared = calloc(1, sizeof *shared);
-    float *lr = NULL;
-    if (!job) QL_FAIL(QL_EINVAL, "settings: not JSON");
-    json_object_set_new(job, "model", json_string(folder));
-    json_object_set_new(job, "max_length", json_integer(1 << 20));
-    json_object_set_new(job, "max_steps", json_integer(8));
-    snprintf(data, sizeof data, "%s/train.data", folder);
-    QL_TRY(ql_job_from_json(job, &j));
-    QL_TRY(ql_args_from_job(j, &args));
-    ql_task_inputs in = {.job = job, .train = data, .weights = QL_WEIGHTS_MAPPED};
-    QL_TRY(ql_devices_probe(getenv("QLORA_CUDA_LIBRARY"), &probe, missing, sizeof missing));
-    QL_TRY(ql_devices_pick(&args, probe, missing, &in.place, backend, device));
-    QL_TRY(ql_task_open(&in, &t));
-    if (strcmp(backend, "cuda") == 0) QL_TRY(ql_backend_cuda(getenv("QLORA_CUDA_LIBRARY"), &cuda));
-    ql_backend be = cuda ? *cuda : *ql_backend_cpu();
-    real = be.ops;
-    dev = be.dev;
-    ql_ops mine = wrapped(real);
-    be.ops = &mine;
-    ql_rank_setup set = {.be = &be, .world = 1, .shared = shared, .device = device[0], .timeout_ms = 10000};
-    QL_TRY(ql_rank_open(&set, &t->spec, &r));
-    QL_TRY(ql_rank_load(r));
-    stream = r->compute;
+    volatile int *ended; /* 1 well, 2 not; shared */
+} job;
+
+static ql_status open_events(ql_rank *r)
+{
     for (int i = 0; i < MOST; i++) {
         QL_TRY(dev->event_open(r->dev, &begin[i]));
         QL_TRY(dev->event_open(r->dev, &end[i]));
     }
-    ql_optim o = {.adam = args.adam, .clip = args.clip};
-    QL_TRY(ql_task_lr(t, &lr));
+    for (int i = 0; i < MOVES; i++) {
+        QL_TRY(dev->event_open(r->dev, &move_begin[i]));
+        QL_TRY(dev->event_open(r->dev, &move_end[i]));
+    }
+    return QL_OK;
+}
+
+static ql_status start_training(ql_rank *r)
+{
+    ql_optim o = {.adam = job.args.adam, .clip = job.args.clip};
+    float *lr = NULL, *flat = calloc((size_t)job.task->lora->elements, 4);
+    if (!flat) QL_FAIL(QL_ENOMEM, "no memory");
+    QL_TRY(ql_task_lr(job.task, &lr));
     QL_TRY(ql_optim_init(r, &o, lr, 1));
-    float *flat = calloc((size_t)t->lora->elements, 4);
-    ql_lora_init(t->lora, 1, flat);
-    QL_TRY(ql_rank_set_adapters(r, flat));
+    ql_lora_init(job.task->lora, 1, flat);
+    return ql_rank_set_adapters(r, flat);
+}
+
+static ql_status five_steps(ql_rank *r)
+{
+    const ql_choice *c = &job.task->spec.choice;
     int32_t order[256];
     for (int i = 0; i < 256; i++) order[i] = i;
-    for (int i = 0; i < t->why.n; i++) printf("%s\n", t->why.text[i]);
     for (int s = 0; s < 5; s++) {
         ql_plan p;
         ql_step_result res;
         ql_event *a, *b;
         double ms = 0;
-        ql_step_data d = {.data = t->train, .order = order, .n = 256, .first = s * t->spec.choice.g, .batch = args.batch, .g = t->spec.choice.g, .step = (uint32_t)s + 1};
+        ql_step_data d = {.data = job.task->train, .order = order, .n = 256, .first = s * c->g, .batch = job.args.batch, .g = c->g, .step = (uint32_t)s + 1};
         d.items = ql_step_items(&d);
         QL_TRY(dev->event_open(r->dev, &a));
         QL_TRY(dev->event_open(r->dev, &b));
-        QL_TRY(ql_plan_build(&t->spec.choice, 0, t->spec.choice.g, &p));
+        QL_TRY(ql_plan_build(c, r->set.rank, c->g, &p));
         recording = s == 4;
         QL_TRY(dev->record(stream, a));
         QL_TRY(ql_rank_step(r, &p, &d, &res));
@@ -177,10 +225,83 @@ static ql_status run(const char *folder, const char *settings)
         QL_TRY(dev->sync(stream));
         QL_TRY(dev->elapsed(a, b, &ms));
         recording = 0;
-        if (s == 3) printf("without recording: step %.1f ms\n", ms);
-        if (s == 4) QL_TRY(report(ms));
+        if (s == 3 && r->set.rank == 0) printf("without recording: step %.1f ms\n", ms);
+        if (s == 4 && r->set.rank == 0) {
+            QL_TRY(report_moves(a));
+            QL_TRY(report(ms));
+        }
         ql_plan_free(&p);
     }
+    return QL_OK;
+}
+
+static ql_status profile(ql_rank_process *p)
+{
+    ql_backend be = *p->setup.be;
+    real = be.ops, dev = be.dev, comm = be.comm;
+    ql_ops ops = wrapped(real);
+    ql_dev_table table = *dev;
+    ql_comm_table collectives = *comm;
+    ql_rank *r = NULL;
+    table.copy = w_copy, collectives.all_gather = w_all_gather;
+    be = (ql_backend){be.name, &table, &ops, &collectives};
+    p->setup.be = &be;
+    QL_TRY(ql_rank_open(&p->setup, &job.task->spec, &r));
+    QL_TRY(ql_rank_load(r));
+    stream = r->compute, side = r->side;
+    QL_TRY(open_events(r));
+    QL_TRY(start_training(r));
+    return five_steps(r);
+}
+
+static int body(ql_rank_process *p)
+{
+    ql_status st = profile(p);
+    if (st != QL_OK) {
+        fprintf(stderr, "profile: rank %d: %s\n", p->rank, ql_error());
+        p->shared->abort = 1;
+    }
+    fflush(NULL);
+    job.ended[p->rank] = st == QL_OK ? 1 : 2;
+    return st == QL_OK ? 0 : 1;
+}
+
+static ql_status run(const char *folder, const char *settings)
+{
+    json_t *set = json_loads(settings, 0, NULL), *probe = NULL;
+    char missing[512], backend[16], data[4096], how[128];
+    int device[QL_MAX_WORLD], left = 1;
+    ql_job *j = NULL;
+    ql_launch launch = {.be = ql_backend_cpu(), .device = device, .timeout_ms = 30000};
+    ql_ranks *ranks = NULL;
+    if (!set) QL_FAIL(QL_EINVAL, "settings: not JSON");
+    json_object_set_new(set, "model", json_string(folder));
+    json_object_set_new(set, "max_length", json_integer(1 << 20));
+    json_object_set_new(set, "max_steps", json_integer(8));
+    snprintf(data, sizeof data, "%s/train.data", folder);
+    QL_TRY(ql_job_from_json(set, &j));
+    QL_TRY(ql_args_from_job(j, &job.args));
+    ql_task_inputs in = {.job = set, .train = data, .weights = QL_WEIGHTS_MAPPED};
+    QL_TRY(ql_devices_probe(getenv("QLORA_CUDA_LIBRARY"), &probe, missing, sizeof missing));
+    QL_TRY(ql_devices_pick(&job.args, probe, missing, &in.place, backend, device));
+    QL_TRY(ql_task_open(&in, &job.task));
+    if (strcmp(backend, "cuda") == 0) QL_TRY(ql_backend_cuda(getenv("QLORA_CUDA_LIBRARY"), &launch.be));
+    launch.task = job.task;
+    for (int i = 0; i < job.task->why.n; i++) printf("%s\n", job.task->why.text[i]);
+    job.ended = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    fflush(stdout);
+    QL_TRY(ql_ranks_start(&launch, body, &ranks));
+    while (left) {
+        left = 0;
+        for (int i = 0; i < ql_ranks_world(ranks); i++) left += !job.ended[i];
+        int dead = ql_ranks_dead(ranks, how, sizeof how);
+        if (dead >= 0 && job.ended[dead] != 1) {
+            ql_ranks_shared(ranks)->abort = 1;
+            QL_FAIL(QL_EPEER, "rank %d died: %s", dead, how);
+        }
+        usleep(20000);
+    }
+    ql_ranks_stop(ranks);
     return QL_OK;
 }
 
@@ -190,9 +311,11 @@ int main(int argc, char **argv)
         fprintf(stderr, "usage: profile MODEL_FOLDER '{\"setting\": value}'\n");
         return 2;
     }
+    FILE *hold = fopen("/dev/null", "r"); /* ranks close the engine's descriptor: nothing here may have that number */
     if (run(argv[1], argv[2]) != QL_OK) {
         fprintf(stderr, "profile: %s\n", ql_error());
         return 1;
     }
+    if (hold) fclose(hold);
     return 0;
 }

@@ -2,8 +2,9 @@
 
     python3 tests/bench/train.py MODEL_FOLDER NAME '{"setting": value, …}' [NAME '{…}' …]
 
-MODEL_FOLDER is one of make_model's. Each job runs WARM + STEPS optimizer steps; the table has the median step's tokens/s, the arena and the
-driver's count for this process per device, and what the planner said. QLORA_ENGINE names the engine (default build/qlora-engine)."""
+MODEL_FOLDER is one of make_model's. Each job runs WARM + STEPS optimizer steps; a Markdown table has the median step's tokens/s, the arena and
+the driver's count for this process per device, and what the planner said. Beside settings a job may have "bar": tokens/s that are wanted.
+QLORA_ENGINE names the engine (default build/qlora-engine)."""
 import json, os, socket, statistics, subprocess, sys, tempfile, time
 
 WARM, STEPS = int(os.environ.get("WARM", 3)), int(os.environ.get("STEPS", 7))
@@ -33,12 +34,12 @@ class Engine:
 def main():
     folder, jobs = sys.argv[1], sys.argv[2:]
     engine, bad = Engine(), 0
-    print(f"{'job':28} {'tok/s':>8} {'ms/step':>8} {'arena GiB':>10} {'process':>8} {'load s':>7}  loss      plan", flush=True)
+    print("| job | tokens/s | bar | ms/step | arena GiB | process GiB | start s | loss bits | plan |\n|---|---|---|---|---|---|---|---|---|", flush=True)
     for name, text in zip(jobs[::2], jobs[1::2]):
         job = dict(model=folder, max_steps=WARM + STEPS, max_length=1 << 20, gradient_accumulation_steps=1, save_strategy="no",
                    logging_steps=1, learning_rate=1e-4, output_dir=tempfile.gettempdir() + "/bench-runs", data_seed=1)
         job.update(json.loads(text))
-        data = job.pop("train_data", folder + "/train.data")
+        data, bar = job.pop("train_data", folder + "/train.data"), job.pop("bar", 0)
         seconds, tokens, memory, why, last, started = [], 0, None, [], None, None
         began = time.time()
         for e in engine.run(cmd="train", job=job, run=job["output_dir"] + "/" + name.replace(" ", "-").replace("/", "-"), train_data=data):
@@ -50,13 +51,14 @@ def main():
             elif e["ev"] == "memory":
                 memory = e["devices"]
             elif e["ev"] == "error":
-                print(f"{name:28} {e['text']}", flush=True)
+                print(f"| {name} | {e['text'][:400]} |||||||", flush=True)
                 bad = 1
         if len(seconds) > WARM:
             s = statistics.median(seconds[WARM:])
             arena = max(d["arena"] for d in memory) / 2**30
             process = max(d["process"] for d in memory) / 2**30
-            print(f"{name:28} {tokens / s:8.0f} {1e3 * s:8.1f} {arena:10.2f} {process:8.2f} {started:7.1f}  {last['loss']:.5f} {last['loss_bits']} {'; '.join(why)[:150]}",
+            wanted = f"{bar:,}: {'met' if tokens / s >= bar else 'MISSED'}" if bar else ""
+            print(f"| {name} | {tokens / s:,.0f} | {wanted} | {1e3 * s:.1f} | {arena:.2f} | {process:.2f} | {started:.1f} | {last['loss_bits']} | {'; '.join(why)[:150]} |",
                   flush=True)
     sys.exit(bad)
 
