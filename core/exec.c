@@ -472,6 +472,7 @@ static ql_status run_plan(ql_rank *r, const ql_plan *p, const ql_step_data *d)
         QL_TRY(run_action(r, a, p, d, flight));
         QL_TRY(pace(r, a, &layers_done));
         if (ql_plan_link(a)) i = group_end(p, i) - 1; /* they went together */
+        if (r->set.acted) r->set.acted(r->set.ctx, a);
         me->beat++;
     }
     if (st != QL_OK && st != QL_ESTOP) return st;

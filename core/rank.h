@@ -45,6 +45,8 @@ typedef struct {
     /* Called with progress of loading; may be NULL. */
     void (*progress)(void *ctx, const char *what, int64_t done, int64_t total);
     void *ctx;
+    /* Called behind each action of a plan; may be NULL. For measurements. */
+    void (*acted)(void *ctx, const ql_action *a);
 } ql_rank_setup;
 
 enum { QL_AHEAD = 4 }; /* layers that the host runs ahead of the device */

@@ -18,6 +18,12 @@ $(BUILD)/tests/%: $(BUILD)/tests/exact/%.o $(LIB)
 exact: $(BUILD)/tests/test_exact
 	$(BUILD)/tests/test_exact product
 
+# What a pipeline's stages wait: on paper, and by the clock of CPU ranks.
+bubble: $(BUILD)/tests/bubble $(BUILD)/tests/make_model
+	@$(BUILD)/tests/make_model stages $(BUILD)/tests/stages 96
+	@$(BUILD)/tests/bubble $(BUILD)/tests/stages
+.PHONY: bubble
+
 # The op test: test_ops with the CPU backend, ops_cuda without it and its BLAS.
 OPS_OBJ := $(patsubst %.c,$(BUILD)/%.o,$(filter-out %/with_cpu.c %/cuda_only.c,$(wildcard tests/ops/*.c)))
 

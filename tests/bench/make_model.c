@@ -1,6 +1,6 @@
 /* make_model SHAPE FOLDER [TOKENS]: a pre-quantised bitsandbytes folder of a real model's shape with random values, written at disk speed
  * (there is no hub here), and FOLDER/train.data, a tokenised data set of random tokens: samples of TOKENS (default 2048), none masked.
- * Shapes: 1b 8b 32b 70b (Llama 3.2 1B, 3.1 8B, Qwen2.5 32B, Llama 3.1 70B), tiny. */
+ * Shapes: 1b 8b 32b 70b (Llama 3.2 1B, 3.1 8B, Qwen2.5 32B, Llama 3.1 70B), tiny, stages (8 small layers, for `make bubble`). */
 #include "core/dataset.h"
 #include "core/file.h"
 #include "core/model.h"
@@ -20,6 +20,7 @@ typedef struct {
 } shape;
 
 static const shape shapes[] = {
+    {"stages", "llama", "LlamaForCausalLM", 256, 8, 4, 4, 64, 768, 512, 0, 0, 5e5, 1e-5},
     {"tiny", "llama", "LlamaForCausalLM", 256, 4, 4, 2, 64, 768, 1024, 0, 0, 5e5, 1e-5},
     {"1b", "llama", "LlamaForCausalLM", 2048, 16, 32, 8, 64, 8192, 128256, 1, 0, 5e5, 1e-5},
     {"8b", "llama", "LlamaForCausalLM", 4096, 32, 32, 8, 128, 14336, 128256, 0, 0, 5e5, 1e-5},
@@ -214,7 +215,7 @@ int main(int argc, char **argv)
     for (size_t i = 0; argc > 2 && i < sizeof shapes / sizeof *shapes; i++)
         if (strcmp(shapes[i].name, argv[1]) == 0) s = &shapes[i];
     if (!s) {
-        fprintf(stderr, "usage: make_model 1b|8b|32b|70b|tiny FOLDER [TOKENS]\n");
+        fprintf(stderr, "usage: make_model 1b|8b|32b|70b|tiny|stages FOLDER [TOKENS]\n");
         return 2;
     }
     int64_t tokens = argc > 3 ? strtoll(argv[3], NULL, 10) : 2048;
