@@ -10,6 +10,7 @@ from playwright.sync_api import sync_playwright
 root = Path(__file__).resolve().parents[1]
 build = (root / os.environ.get("BUILD", "build")).resolve()
 screens = build / "screens"
+slow = float(os.environ.get("QLORA_TEST_SLOW", 1))   # for machines that are busy with something else
 seen = {"passed": 0, "failed": 0, "skipped": 0}
 
 
@@ -150,8 +151,8 @@ def general(nb):
     check("an output changes while its cell runs", len(values) >= 4, values)
     start = time.monotonic()
     nb.button("notebook:interrupt-kernel")
-    nb.finish(i, 5)
-    check("Stop ends the cell in under a second or so", time.monotonic() - start < 2.5 and "KeyboardInterrupt" in nb.output(i), nb.output(i))
+    nb.finish(i, 5 * slow)
+    check("Stop ends the cell in under a second or so", time.monotonic() - start < 2.5 * slow and "KeyboardInterrupt" in nb.output(i), nb.output(i))
     i = nb.add("import mat")
     page.keyboard.press("Tab")
     done = wait_for(lambda: any("math" in t for t in page.locator(".jp-Completer-item").all_inner_texts()), 10)
@@ -214,8 +215,8 @@ def first_run(nb):
     nb.shot("training")
     begin = time.monotonic()
     nb.button("notebook:interrupt-kernel")
-    nb.finish(i, 10)
-    check("Stop answers in about a second", time.monotonic() - begin < 2.5, f"{time.monotonic() - begin:.1f} s")
+    nb.finish(i, 10 * slow)
+    check("Stop answers in about a second", time.monotonic() - begin < 2.5 * slow, f"{time.monotonic() - begin:.1f} s")
     check("Stop turns the cell red", nb.red(i), nb.output(i)[-600:])
     check("Stop names the checkpoint and resume", "checkpoint" in nb.output(i) and "%qlora resume" in nb.output(i), nb.output(i)[-600:])
     nb.select(i)
@@ -253,7 +254,8 @@ def reopened(nb):
             book = nbformat.read(file, as_version=4)
         except (OSError, ValueError):   # it is being written
             return None
-        return book if any("image/png" in o.get("data", {}) for c in book.cells for o in c.get("outputs", [])) else None
+        last = next(c for c in book.cells if c.source.startswith("%qlora save"))   # Lab saves by itself, too: perhaps before the end
+        return book if last.outputs else None
     book = wait_for(saved, 20)
     if not book:
         check("the notebook is saved with its outputs", False)
@@ -264,12 +266,13 @@ def reopened(nb):
     other = Notebook(tab, nb.url, "untrusted.ipynb")
     for verb, what in {"%qlora train": "table", "run = %qlora resume": "table", "%qlora plan": "table"}.items():
         i = next(i for i, c in enumerate(book.cells) if c.source.startswith(verb))
-        check(f"reopened untrusted, `{verb}` has its {what}", other.cell(i).locator(".jp-OutputArea table").count() > 0, other.output(i)[:300])
+        tables = other.cell(i).locator(".jp-OutputArea table")
+        check(f"reopened untrusted, `{verb}` has its {what}", wait_for(lambda: tables.count() > 0), other.output(i)[:300])
     for verb in ("%qlora train", "run = %qlora resume", "%qlora baseline", "%qlora memory"):
         i = next(i for i, c in enumerate(book.cells) if c.source.startswith(verb))
         images = other.cell(i).locator(".jp-OutputArea img")
         check(f"reopened untrusted, `{verb}` has its picture",
-              images.count() > 0 and images.first.evaluate("e => e.naturalWidth > 100"), other.output(i)[:300])
+              wait_for(lambda: images.count() > 0 and images.first.evaluate("e => e.naturalWidth > 100")), other.output(i)[:300])
     other.shots = nb.shots
     other.select(next(i for i, c in enumerate(book.cells) if c.source.startswith("run = %qlora resume")))
     other.shot("untrusted")
