@@ -89,7 +89,8 @@ ql_status ql_devices_pick(const ql_args *a, const json_t *probe, const char *mis
 {
     ql_place p = {0};
     int cuda = count(probe, "cuda");
-    if (a->devices.kind == QL_DEVICES_CUDA && !cuda)
+    /* GPUs behind a driver that is too old are no reason to train on the processor unasked. */
+    if (!cuda && (a->devices.kind == QL_DEVICES_CUDA || (a->devices.kind == QL_DEVICES_AUTO && strstr(missing, "driver here"))))
         QL_FAIL(QL_ENOSUP, "devices: no CUDA device here: %s. `--devices cpu` runs without", missing);
     p.host = a->host_memory ? a->host_memory : ql_host_free() * 9 / 10;
     if (a->devices.kind == QL_DEVICES_CUDA || (a->devices.kind == QL_DEVICES_AUTO && cuda)) {

@@ -43,6 +43,19 @@ static int nvml_open(void)
 
 /* ---- open ---- */
 
+/* CUDA works with drivers of its own major version or newer. */
+static ql_status driver_too_old(void)
+{
+    int has = 0;
+    char name[80] = "";
+    const char *needs = CUDART_VERSION >= 13000 ? "580" : "525";
+    cudaDriverGetVersion(&has);
+    if (nvml_open()) nvml.driver(name, sizeof name);
+    QL_FAIL(QL_ENOSUP, "cuda: the NVIDIA driver here%s%s is too old: it knows CUDA %d.%d, this build was made with CUDA %d.%d and needs driver %s or newer. "
+            "Update the driver, or build with this machine's own toolkit: `pip install ./magics` in a clone of the repository",
+            *name ? ", " : "", name, has / 1000, has % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, needs);
+}
+
 static ql_status dev_count(int *n)
 {
     int k = 0;
@@ -51,6 +64,7 @@ static ql_status dev_count(int *n)
         *n = 0;
         return QL_OK;
     }
+    if (e == cudaErrorInsufficientDriver) return driver_too_old();
     QL_TRY(cu_check(e, "counting devices"));
     *n = k;
     return QL_OK;
