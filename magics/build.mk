@@ -81,6 +81,7 @@ $(WHEEL_PY) $(WHEEL_TINY) $(WHEEL_TREE)/reference.py:
 wheel-tree: $(WHEEL_TREE)/_core.abi3.so $(WHEEL_TREE)/bin/qlora-engine $(WHEEL_TREE)/reference.py \
             $(if $(CUDA_LIB),$(WHEEL_TREE)/bin/libqlora-cuda.so) \
             $(WHEEL_PY) $(WHEEL_TINY)
+	$(if $(CUDA_LIB),,@rm -f $(WHEEL_TREE)/bin/libqlora-cuda.so)
 
 wheel: setup-python wheel-tree
 	@w=$$($(BUILD)/venv/bin/python magics/wheel.py pack $(WHEEL)/tree $(BUILD)/dist) && \

@@ -5,9 +5,10 @@ import shutil
 import subprocess
 
 import pytest
-from front_end import ROOT
+from front_end import BUILD, ROOT
 from test_wheel import PYTHON, installed  # noqa: F401: a fixture
 
+XEUS = (BUILD / "jupyter").exists()   # the native kernel can be built here
 PAGE = ROOT / "kaggle" / "qlora-2xt4.ipynb"
 
 
@@ -15,7 +16,7 @@ def execute(folder, name, **parameters):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("QLORA") and k != "PYTHONPATH"}
     words = [x for k, v in dict(parameters, TINY=True, OUTPUT=str(folder)).items() for x in ("-p", k, str(v))]
     out = subprocess.run([PYTHON.parent / "papermill", PAGE, folder / name, "-k", "python3", "--no-progress-bar", *words], cwd=folder,
-                         env=dict(environment, KAGGLE_KERNEL_RUN_TYPE="Batch", HF_TOKEN="hf_not_to_be_shown"), capture_output=True, text=True,
+                         env=dict(environment, JUPYTER_DATA_DIR=str(folder / "jupyter"), KAGGLE_KERNEL_RUN_TYPE="Batch", HF_TOKEN="hf_not_to_be_shown"), capture_output=True, text=True,
                          timeout=600)
     assert out.returncode == 0, out.stderr[-4000:]
     text = (folder / name).read_text()
@@ -37,7 +38,7 @@ def last_bits(run):
 @pytest.fixture(scope="module")
 def page(installed, tmp_path_factory):  # noqa: F811
     folder = tmp_path_factory.mktemp("kaggle")
-    return folder, execute(folder, "out.ipynb")
+    return folder, execute(folder, "out.ipynb", **({"NATIVE": True, "SOURCE": str(ROOT)} if XEUS else {}))
 
 
 def test_every_cell(page):
@@ -59,6 +60,48 @@ def test_every_way_gives_the_same_bits(page):
     assert all(line.startswith("pipeline, ") for line in refused), table
     assert len(paged) == 1 and len(exact) == 9 - len(refused)
     assert len({last_bits(r) for r in exact}) == 1 and last_bits(exact[0])[0] == 3
+
+
+@pytest.mark.skipif(not XEUS, reason="no xeus here")
+def test_native_kernel(page):
+    folder, page = page
+    said = "".join(outputs(page, "if NATIVE"))
+    assert "notebook 01 on it: " in said and "did not work" not in said, said
+    book = json.loads((folder / "native.ipynb").read_text())
+    assert all(c["execution_count"] for c in book["cells"] if c["cell_type"] == "code")
+    assert "losses: same bits" in json.dumps(book)
+
+
+def install_cell(folder, **parameters):
+    """The page's first cell in an environment of its own: what it said, and whether qlora is there then."""
+    subprocess.run([PYTHON, "-m", "venv", folder / "venv"], check=True)
+    (cell,) = [c for c in json.loads(PAGE.read_text())["cells"] if "def install():" in "".join(c["source"])]
+    given = "".join(f"{k} = {str(v)!r}\n" for k, v in dict({"INPUT": folder / "none", "WHEEL": "", "SOURCE": ""}, **parameters).items())
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "BUILD") and not k.startswith("QLORA")}
+    out = subprocess.run([folder / "venv" / "bin" / "python", "-c", given + "".join(cell["source"]) + "\nimport qlora; print(qlora.run('load', 'tiny')['name'])"],
+                         cwd=folder, env=dict(environment, CUDA="0"), capture_output=True, text=True, timeout=900)
+    return out.returncode, out.stdout + out.stderr
+
+
+def test_installs_what_is_attached(installed, tmp_path):  # noqa: F811
+    attached = tmp_path / "input" / "some-data-set" / installed.name
+    attached.parent.mkdir(parents=True)
+    shutil.copy(installed, attached)
+    code, said = install_cell(tmp_path, INPUT=tmp_path / "input", WHEEL="/no/such.whl")
+    assert code == 0 and f"attached wheel {attached}: " in said and "/no/such.whl" not in said, said
+
+
+def test_installs_from_source_where_there_is_no_wheel(tmp_path):
+    """A clone, built by pip without an index: the CPU's engine."""
+    if subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{ROOT}", tmp_path / "clone"]).returncode:
+        pytest.skip("this tree is no git checkout")
+    code, said = install_cell(tmp_path, WHEEL="/no/such.whl", SOURCE=tmp_path / "clone")
+    assert code == 0 and "wheel /no/such.whl: did not work: " in said and "built from source: " in said, said
+
+
+def test_says_what_to_set(tmp_path):
+    code, said = install_cell(tmp_path)
+    assert code != 0 and "attach a data set that holds its wheel, or set WHEEL or SOURCE" in said
 
 
 def test_next_session(page, tmp_path):
