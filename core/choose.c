@@ -191,18 +191,6 @@ static void pick_keep(chooser *c)
     }
 }
 
-static void pick_save(chooser *c)
-{
-    save_all(c, c->args->activation_offload == QL_PICK_YES);
-    if (c->args->activation_offload == QL_PICK_YES) say(c->why, "layer inputs rest in host memory between forward and backward");
-    if (c->args->activation_offload != QL_PICK_AUTO || fits(c)) return;
-    save_all(c, 1);
-    if (fits(c))
-        say(c->why, "layer inputs rest in host memory (auto: they do not fit beside the rest)");
-    else
-        save_all(c, 0);
-}
-
 static int some_fixed(const chooser *c)
 {
     for (int l = 0; l < c->s->choice.layers; l++)
@@ -253,7 +241,8 @@ static ql_status pick_stages(chooser *c)
     return QL_OK;
 }
 
-static ql_status choose_for(ql_spec *spec, const ql_args *args, const ql_place *place, ql_reasons *why, ql_schedule schedule)
+/* save: layer inputs rest on the host between forward and backward. */
+static ql_status choose_with(ql_spec *spec, const ql_args *args, const ql_place *place, ql_reasons *why, ql_schedule schedule, int save)
 {
     chooser c = {.s = spec, .args = args, .place = place, .why = why};
     ql_choice *ch = &spec->choice;
@@ -262,12 +251,11 @@ static ql_status choose_for(ql_spec *spec, const ql_args *args, const ql_place *
     memset(ch->cut, 0, sizeof ch->cut);
     memset(ch->keep, QL_KEEP_INPUT, sizeof ch->keep);
     if (ql_plan_piped(ch)) QL_TRY(pick_stages(&c));
-    save_all(&c, 0);
+    save_all(&c, save);
     QL_TRY(fixed_stores(&c));
     /* First where weights rest with everything else at its smallest, then what the rest of the memory buys. */
-    if (args->activation_offload == QL_PICK_YES) save_all(&c, 1);
     pick_store(&c);
-    pick_save(&c);
+    if (args->activation_offload == QL_PICK_YES) say(why, "layer inputs rest in host memory between forward and backward");
     pick_keep(&c);
     pick_cache(&c);
     QL_TRY(c.st);
@@ -283,6 +271,49 @@ static ql_status choose_for(ql_spec *spec, const ql_args *args, const ql_place *
         say(why, "not bit-exact on %d devices: %d micro-batches a step make %d equal pieces, which %d devices do not share evenly", ch->world,
             ch->g, ch->pieces, ch->world);
     return QL_OK;
+}
+
+static int some_recomputed(const ql_choice *c)
+{
+    for (int l = c->first; l < c->layers; l++)
+        if (c->keep[l] != QL_KEEP_ALL) return 1;
+    return 0;
+}
+
+/* Where layers would be recomputed, or nothing fits, what is left to auto may buy memory for more than it costs: inputs that rest on the
+ * host, or layers that are shared though each device could hold them, for layers that are kept whole or need not be streamed. */
+static ql_status choose_for(ql_spec *spec, const ql_args *args, const ql_place *place, ql_reasons *why, ql_schedule schedule)
+{
+    static const char *const words[] = {"", "layer inputs rest in host memory", "sharded", "sharded, and layer inputs rest in host memory"};
+    int offload = args->activation_offload, world = spec->choice.world;
+    int shards = args->fsdp.mode == QL_FSDP_AUTO && !args->fsdp.offload && world > 1 && schedule != QL_PIPE && schedule != QL_PIPE_AHEAD;
+    ql_rates r = ql_rates_of(place->arch);
+    ql_reasons best = {0};
+    ql_choice choice = {0};
+    ql_status st = QL_OK;
+    char text[1024] = "";
+    double least = 0;
+    for (int i = 0; i < 4; i++) {
+        ql_reasons said = {0};
+        ql_args with = *args;
+        if (i && ((i & 1 && offload != QL_PICK_AUTO) || (i & 2 && !shards))) continue;
+        if (i & 2) with.fsdp.mode = QL_FSDP_ON;
+        ql_status got = choose_with(spec, &with, place, &said, schedule, offload == QL_PICK_YES || i & 1);
+        double seconds = got == QL_OK ? ql_cost_step(spec, spec->rows, &r) : 0;
+        if (i == 0) st = got, choice = spec->choice, best = said, least = seconds, snprintf(text, sizeof text, "%s", ql_error());
+        if (i == 0 && ((got != QL_OK && got != QL_ENOMEM) || (got == QL_OK && !some_recomputed(&spec->choice)))) break;
+        ql_error_clear();
+        if (i == 0 || got != QL_OK || (st == QL_OK && seconds > 0.9 * least)) continue; /* projections are rough */
+        if (st == QL_OK)
+            say(&said, "%s (auto: %.3g s a step projected, %.3g without)", words[i], seconds, least);
+        else
+            say(&said, "%s (auto: it does not fit otherwise)", words[i]);
+        st = QL_OK, choice = spec->choice, best = said, least = seconds;
+    }
+    spec->choice = choice;
+    for (int i = 0; i < best.n; i++) say(why, "%s", best.text[i]);
+    if (st != QL_OK && !ql_error()[0]) return ql_fail(st, "%s", text);
+    return st;
 }
 
 /* `auto`: a pipeline where it is clearly quicker, or where it fits and nothing else does. */

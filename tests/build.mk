@@ -15,6 +15,11 @@ $(BUILD)/tests/%: $(BUILD)/tests/exact/%.o $(LIB)
 	@mkdir -p $(@D)
 	$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
 
+# The engine with faults, for tests/py/test_ranks.py.
+$(BUILD)/tests/faulty_engine: $(BUILD)/tests/exact/faulty_engine.o $(LIB)
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) -Wl,--wrap=ql_backend_cpu,--wrap=fsync,--wrap=rename $^ -o $@ $(LDLIBS)
+
 exact: $(BUILD)/tests/test_exact
 	$(BUILD)/tests/test_exact product
 
@@ -87,7 +92,7 @@ fuzz: $(FUZZERS)
 unit: $(UNIT)
 	@tests/run $(UNIT)
 
-test: setup-python all $(UNIT) $(RANKS_TESTS) $(FUZZERS)
+test: setup-python all $(UNIT) $(RANKS_TESTS) $(BUILD)/tests/faulty_engine $(FUZZERS)
 	@BUILD=$(BUILD) FUZZERS='$(FUZZERS)' FUZZ_TIME=$(FUZZ_TEST_TIME) tests/run $(UNIT) $(RANKS_TESTS) tests/fuzz/run_fuzz $(wildcard tests/py)
 
 # Live transformers, peft and bitsandbytes against the engine. They have their own environment (torch's CPU build

@@ -188,7 +188,7 @@ TEST(a_failure_ends_all)
         CHECK_FAILS(st, QL_EPEER, "rank");
         CHECK_MSG(strstr(exact_mem->why[1], "made to fail"), "rank 1 says: %s", exact_mem->why[1]);
         for (int r = 0; r < s.world; r++) CHECK(job.ended[r] != QL_OK && exact_mem->why[r][0]);
-        CHECK(ql_now() - from < 20);
+        CHECK(ql_now() - from < 120); /* under a sanitizer, too */
     }
 }
 

@@ -30,12 +30,12 @@ def alive(pid):
 
 
 class Engine:
-    def __init__(self, cwd):
+    def __init__(self, cwd, *command):
         self.cwd = cwd
         self.ours, theirs = socket.socketpair()
         env = dict(os.environ, OPENBLAS_NUM_THREADS="1")
         number = theirs.fileno()
-        self.process = subprocess.Popen([str(BUILD / "qlora-engine")], cwd=cwd, env=env, stdin=subprocess.DEVNULL, pass_fds=[3],
+        self.process = subprocess.Popen(command or [str(BUILD / "qlora-engine")], cwd=cwd, env=env, stdin=subprocess.DEVNULL, pass_fds=[3],
                                         preexec_fn=lambda: os.dup2(number, 3) if number != 3 else os.set_inheritable(3, True))
         theirs.close()
         self.buffer, self.events, self.id = b"", [], 0

@@ -104,6 +104,44 @@ TEST(plans_fit_as_the_arithmetic_says)
     ql_task_close(t);
 }
 
+/* What fits under settings of its own is found by auto, too, and is no slower. */
+TEST(auto_finds_what_fits)
+{
+    static const char *const ways[] = {"{\"fsdp\": false}", "{\"fsdp\": false, \"activation_offloading\": true}", "{\"fsdp\": true}",
+                                       "{\"fsdp\": true, \"activation_offloading\": true}",
+                                       "{\"fsdp\": true, \"fsdp_config\": {\"cpu_offload\": true}}",
+                                       "{\"fsdp\": true, \"fsdp_config\": {\"cpu_offload\": true}, \"activation_offloading\": true}"};
+    static const int lengths[] = {2048, 16384, 24576, 32768, 49152};
+    ql_rates r = ql_rates_of(90);
+    int fitted = 0, only_saved = 0;
+    for (size_t m = 0; m < 2; m++)
+        for (int world = 1; world <= 2; world++)
+            for (size_t n = 0; n < sizeof lengths / sizeof *lengths; n++) {
+                double least = 0;
+                char more[256];
+                ql_task *t = NULL;
+                for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+                    snprintf(more, sizeof more, "{\"max_length\": %d, \"pipeline\": \"off\", %s", lengths[n], ways[i] + 1);
+                    ql_status st = task_of(models[m], more, world, m ? 48 : 14, &t);
+                    double seconds = st == QL_OK ? ql_cost_step(&t->spec, t->spec.rows, &r) : 0;
+                    if (st == QL_OK && (least <= 0 || seconds < least)) least = seconds;
+                    if (st == QL_OK) ql_task_close(t);
+                    ql_error_clear();
+                }
+                snprintf(more, sizeof more, "{\"max_length\": %d, \"pipeline\": \"off\"}", lengths[n]);
+                ql_status st = task_of(models[m], more, world, m ? 48 : 14, &t);
+                CHECK_MSG(least <= 0 || st == QL_OK, "%s on %d, %d tokens: some way fits, auto finds none: %s", models[m], world, lengths[n], ql_error());
+                ql_error_clear();
+                if (st != QL_OK) continue;
+                double seconds = ql_cost_step(&t->spec, t->spec.rows, &r);
+                CHECK_MSG(least <= 0 || seconds < 1.12 * least, "%s on %d, %d tokens: auto takes %.3g s, another way %.3g", models[m], world, lengths[n],
+                          seconds, least);
+                fitted++, only_saved += t->spec.choice.save[0];
+                ql_task_close(t);
+            }
+    CHECK(fitted >= 12 && only_saved >= 1);
+}
+
 /* Every device byte through the table of a backend that only counts, for all models: what was counted before. */
 TEST(the_null_backend_counts_what_was_planned)
 {
@@ -294,6 +332,7 @@ TEST(printed_plans_are_golden)
     }
 }
 
-TEST_MAIN(T(large_models_are_planned_in_under_a_second), T(plans_fit_as_the_arithmetic_says), T(the_null_backend_counts_what_was_planned),
+TEST_MAIN(T(large_models_are_planned_in_under_a_second), T(plans_fit_as_the_arithmetic_says), T(auto_finds_what_fits),
+          T(the_null_backend_counts_what_was_planned),
           T(operations_are_those_of_the_model), T(stages_hold_the_model_once), T(bubbles_are_those_of_the_arithmetic),
           T(auto_takes_a_pipeline_for_a_reason), T(printed_plans_are_golden))

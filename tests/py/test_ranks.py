@@ -1,0 +1,107 @@
+"""Faults in a rank, at each kind of action and in the middle of a checkpoint: one error that names rank, step and action within six seconds,
+nothing left behind, and what was saved goes on to the same bits."""
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+from test_engine import BUILD, ENDS, Engine, alive, children
+
+PROGRAM = str(BUILD / "tests" / "faulty_engine")
+# Everything a data-parallel step can consist of; and a pipeline's.
+ACTIONS = "GATHER RELEASE BATCH F HEAD R B SAVE LOAD PIECE JOIN REDUCE STEP".split()
+SHARDED = {"fsdp": True, "activation_offloading": True, "gradient_checkpointing": True, "save_strategy": "no"}
+PIPED = {"pipeline": "1f1b", "save_strategy": "no"}
+STAGES = [(0, "SEND_H"), (1, "RECV_H"), (1, "SEND_DH"), (0, "RECV_DH"), (0, "LAND"), (1, "LAND")]
+
+
+def held(pid):
+    """Descriptors, and shared mappings without a name."""
+    maps = pathlib.Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return len(os.listdir(f"/proc/{pid}/fd")), sum("rw-s" in line and "(deleted)" in line for line in maps)
+
+
+def fails(tmp_path, how, rank, action, **settings):
+    """The error of a training whose rank has this fault in step 3; afterwards the engine works."""
+    e = Engine(tmp_path, PROGRAM, how, str(rank), action, "3")
+    before = held(e.process.pid)
+    e.train(**settings)
+    e.until("step", when=lambda s: s["step"] == 2)
+    pids = children(e.process.pid)
+    since = time.monotonic()
+    end = e.until(*ENDS)
+    took = time.monotonic() - since
+    assert end["ev"] == "error", end
+    e.works()
+    assert not [p for p in pids if alive(p)]
+    e.send("unload")
+    e.until("done")
+    assert held(e.process.pid) == before
+    assert not children(e.process.pid)
+    e.close()
+    assert e.process.returncode == 0
+    return end, took
+
+
+def named(end, rank, action):
+    return end["rank"] == rank and end["step"] == 3 and end["action"].startswith(action) and "of step 3" in end["action"]
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_dies_at_each_action(tmp_path, rank, action):
+    how = "segv" if (ACTIONS.index(action) + rank) % 2 else "kill"
+    end, took = fails(tmp_path, how, rank, action, **SHARDED)
+    assert took < 6 and named(end, rank, action), end
+    assert f"signal {int(signal.SIGSEGV if how == 'segv' else signal.SIGKILL)}" in end["text"] and end["action"] in end["text"]
+
+
+@pytest.mark.parametrize("rank,action", STAGES)
+def test_a_stage_dies_at_each_message(tmp_path, rank, action):
+    end, took = fails(tmp_path, "kill", rank, action, **PIPED)
+    assert took < 6 and named(end, rank, action) and "signal 9" in end["text"], end
+
+
+@pytest.mark.parametrize("rank,action", [(i % 2, a) for i, a in enumerate(ACTIONS)])
+def test_a_rank_has_no_memory_at_each_action(tmp_path, rank, action):
+    end, took = fails(tmp_path, "oom", rank, action, **SHARDED)
+    assert took < 6 and named(end, rank, action), end
+    assert end["status"] == "out of memory" and "made to fail" in end["text"]
+
+
+@pytest.mark.parametrize("rank,action", [((i + 1) % 2, a) for i, a in enumerate(ACTIONS) if i % 3 == 0])
+def test_a_rank_stalls_at_an_action(tmp_path, rank, action):
+    end, took = fails(tmp_path, "stall", rank, action, deadline_ms=500, **SHARDED)
+    assert took < 6 and named(end, rank, action) and "deadline_ms" in end["text"], end
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing befalls: the bits of its losses."""
+    e = Engine(tmp_path_factory.mktemp("whole"))
+    e.train(max_steps=8, fsdp=True, save_steps=2)
+    assert e.until(*ENDS)["ev"] == "done"
+    losses = e.losses()
+    e.close()
+    return losses
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, 6, 8, 9, 10, 12, 15, 18])
+def test_killed_in_the_middle_of_a_checkpoint(tmp_path, whole, at):
+    """Of two ranks that share the optimizer's state; a resume on one rank goes on from the last whole checkpoint to the same bits."""
+    e = Engine(tmp_path, PROGRAM, "kill", "0", "saving", str(at))
+    e.train(max_steps=8, fsdp=True, save_steps=2)
+    end = e.until(*ENDS)
+    assert end["ev"] == "error" and end["rank"] == 0 and "saving" in end["action"] and "signal 9" in end["text"], end
+    e.close()
+    run = tmp_path / "runs" / "a"
+    saved = sorted(int(p.name.split("-")[1]) for p in run.glob("checkpoint-*"))
+    assert saved == list(range(2, 2 * len(saved) + 1, 2)) and len(saved) < 4
+    e = Engine(tmp_path)
+    e.train(resume=str(run / f"checkpoint-{saved[-1]}") if saved else None, max_steps=8, devices="cpu:1", gradient_accumulation_steps=4, save_steps=2)
+    assert e.until(*ENDS)["ev"] == "done", e.events[-1]
+    got = e.losses()
+    assert got == {k: v for k, v in whole.items() if k > (saved[-1] if saved else 0)}
+    assert not list(run.glob(".checkpoint-*.tmp"))
+    e.close()
