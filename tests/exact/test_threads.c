@@ -96,6 +96,7 @@ TEST(threads_give_the_same_bits)
         {.model = 1, .dtype = 1, .adam = 1, .packed = 1, .world = 4, .store = 4, .schedule = QL_BREADTH, .keep = 3, .save = 2},
         {.model = 2, .dtype = 2, .world = 2, .store = 2, .keep = 1, .paged = 1},
         {.model = 3, .adam = 2, .world = 2, .store = 6, .keep = 2},
+        {.model = 2, .dtype = 1, .world = 4, .schedule = QL_PIPE_AHEAD, .store = 2, .save = 2, .keep = 3, .paged = 1},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         exact_setting one = alone(&cases[i]);
@@ -138,20 +139,30 @@ static ql_status gather_here(ql_comm *c, ql_stream *s, ql_tensor out, ql_tensor 
     return real->comm->all_gather(c, s, out, in);
 }
 
+/* A pipeline gathers nothing: there its sends count. */
+static ql_status send_here(ql_comm *c, ql_stream *s, ql_tensor x, int to)
+{
+    if (++at.seen == at.call) {
+        if (at.what == AT_FAILURE) QL_FAIL(QL_EPEER, "made to fail: send %d", at.call);
+        __atomic_store_n(&at.shared->stop, 1, __ATOMIC_RELEASE);
+    }
+    return real->comm->send(c, s, x, to);
+}
+
 static const ql_backend *watched(int rank, const ql_backend *be)
 {
     static ql_backend mine;
     if (rank != 1) return be;
     real = be;
     comm_table = *be->comm;
-    comm_table.open = open_here, comm_table.all_gather = gather_here;
+    comm_table.open = open_here, comm_table.all_gather = gather_here, comm_table.send = send_here;
     mine = (ql_backend){be->name, be->dev, be->ops, &comm_table};
     return &mine;
 }
 
-TEST(a_stop_is_agreed_on_and_resumed)
+static void stop_and_resume(exact_setting s)
 {
-    exact_setting s = {.world = 4, .store = 1, .save = 1, .paged = 1}, one = alone(&s), two = {.world = 2, .store = 2};
+    exact_setting one = alone(&s), two = {.model = s.model, .world = 2, .store = 2};
     exact_outcome want = {0};
     CHECK_OK(run(&one, tmp_dir("one"), NULL, &want));
     for (int call = 20; call < 80; call += 29) {
@@ -174,9 +185,11 @@ TEST(a_stop_is_agreed_on_and_resumed)
     free(want.adapters);
 }
 
-TEST(a_failure_ends_all)
+TEST(a_stop_is_agreed_on_and_resumed) { stop_and_resume((exact_setting){.world = 4, .store = 1, .save = 1, .paged = 1}); }
+TEST(stages_agree_on_a_stop) { stop_and_resume((exact_setting){.model = 2, .world = 4, .schedule = QL_PIPE_AHEAD}); }
+
+static void failure(exact_setting s)
 {
-    exact_setting s = {.world = 4, .store = 1};
     for (int call = 1; call < 80; call += 29) {
         exact_outcome got = {0};
         threads_job job;
@@ -192,8 +205,12 @@ TEST(a_failure_ends_all)
     }
 }
 
+TEST(a_failure_ends_all) { failure((exact_setting){.world = 4, .store = 1}); }
+TEST(a_failure_ends_all_stages) { failure((exact_setting){.model = 2, .world = 4, .schedule = QL_PIPE}); }
+
 int main(int argc, char **argv)
 {
-    static const test_entry tests[] = {T(threads_give_the_same_bits), T(a_stop_is_agreed_on_and_resumed), T(a_failure_ends_all)};
+    static const test_entry tests[] = {T(threads_give_the_same_bits), T(a_stop_is_agreed_on_and_resumed), T(a_failure_ends_all),
+                                       T(stages_agree_on_a_stop), T(a_failure_ends_all_stages)};
     return test_run(tests, (int)(sizeof tests / sizeof *tests), argc, argv);
 }

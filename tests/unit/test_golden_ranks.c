@@ -1,5 +1,6 @@
 /* The engine on two and four ranks against transformers, peft and bitsandbytes, in every mode of a run: the loss, every adapter gradient
  * and 20 optimizer steps are as close to theirs as one rank's are (test_golden.c). */
+#include "core/cost.h"
 #include "tests/golden/golden.h"
 #include "tests/threads.h"
 
@@ -23,6 +24,10 @@ static const struct {
     {"breadth", 2, QL_BREADTH, {QL_STORE_SHARDED, QL_STORE_HOST}, QL_KEEP_INPUT, 0, 0},
     {"activations offloaded", 2, QL_LOOP, {QL_STORE_RESIDENT, QL_STORE_SHARDED}, QL_KEEP_INPUT, 1, 0},
     {"optimizer offloaded", 2, QL_LOOP, {QL_STORE_SHARDED, QL_STORE_RESIDENT}, QL_KEEP_ALL, 0, 1},
+    {"1f1b", 2, QL_PIPE, {QL_STORE_RESIDENT, QL_STORE_RESIDENT}, QL_KEEP_ALL, 0, 0},
+    {"recompute ahead", 2, QL_PIPE_AHEAD, {QL_STORE_RESIDENT, QL_STORE_RESIDENT}, QL_KEEP_INPUT, 0, 0},
+    {"stages streamed from the host", 2, QL_PIPE_AHEAD, {QL_STORE_HOST, QL_STORE_HOST}, QL_KEEP_NO_MLP, 0, 1},
+    {"four stages", 4, QL_PIPE_AHEAD, {QL_STORE_RESIDENT16, QL_STORE_HOST}, 3, 1, 0},
     {"all of it on four", 4, QL_BREADTH, {QL_STORE_SHARDED, QL_STORE_HOST}, 3, 1, 1},
 };
 
@@ -52,8 +57,8 @@ static ql_status first_step(job *j, ql_rank *r)
     p.count--; /* all but STEP */
     QL_TRY(ql_rank_step(r, &p, &d, &s));
     if (r->set.rank == 0) j->first = s.loss;
-    int64_t at = r->mem->shard * r->set.rank;
-    return read_back(r, j->grad + at, r->mem->grad[0] + at, r->mem->shard);
+    const ql_mem *m = r->mem;
+    return read_back(r, j->grad + m->mine, m->grad[0] + m->mine - m->held_at, m->shard);
 }
 
 static ql_status all_steps(job *j, ql_rank *r)
@@ -67,9 +72,9 @@ static ql_status all_steps(job *j, ql_rank *r)
         QL_TRY(ql_rank_step(r, &j->plan[r->set.rank], &d, &s));
         if (r->set.rank == 0) j->step[i] = s;
     }
-    /* Every rank has all adapters; here each gives its part of them. */
-    int64_t at = r->mem->shard * r->set.rank;
-    return read_back(r, j->adapters + at, r->mem->adapters + at, r->mem->shard);
+    /* Every rank has all adapters, a stage its own; here each gives its part of them. */
+    const ql_mem *m = r->mem;
+    return read_back(r, j->adapters + m->mine, m->adapters + m->mine - m->held_at, m->shard);
 }
 
 static ql_status body(ql_rank_setup *setup, void *arg)
@@ -99,6 +104,7 @@ static void choose(job *j, size_t k)
         c->keep[l] = (uint8_t)(modes[k].keep == 3 ? l % 3 : modes[k].keep);
         c->save[l] = (uint8_t)modes[k].save;
     }
+    if (ql_plan_piped(c)) ql_cost_cut(s, s->rows);
 }
 
 static void check_tensors(job *j, const char *what, const float *got, double bound)
