@@ -254,6 +254,44 @@ static int64_t expected_bytes(const exact_outcome *o, const exact_setting *s, co
     return sent;
 }
 
+/* A stage sends h up and its gradient down, with the 8 adapter columns that stand behind its rows; per step the partial norms and the
+ * losses, which all have in full; with a checkpoint its part of adapters and moments, and of the adapters again at the end. */
+static int64_t stage_bytes(const exact_outcome *o, const exact_setting *s, const ql_dataset *d, int rank)
+{
+    int64_t sent = 0, others = s->world - 1, hidden = 128, tokens, targets;
+    int32_t order[39];
+    for (int step = 0; step < EXACT_STEPS; step++) {
+        if (ql_sampler_order(11, step / 3, 39, order) != QL_OK) return -1;
+        for (int mb = 0; mb < group_at(step); mb++) {
+            int64_t at = 2 * (step % 3 * EXACT_GROUP + mb);
+            ql_batch_measure(d, order + at, ql_min64(2, 39 - at), o->round, &tokens, &targets);
+            sent += (rank < s->world - 1 ? tokens * hidden * 4 : 0) + (o->choice.first < o->choice.cut[rank] ? tokens * (hidden + 8) * 4 : 0);
+        }
+        sent += others * (o->elements / QL_OPT_BLOCK * 4 + group_at(step) * 4);
+        if (step % (EXACT_STEPS / 2) == EXACT_STEPS / 2 - 1) sent += others * o->elements * 12;
+    }
+    return sent + others * o->elements * 4;
+}
+
+TEST(stages_send_what_the_design_says)
+{
+    char path[QL_PATH_MAX];
+    ql_dataset *d = NULL;
+    CHECK_OK(exact_place());
+    CHECK_OK(exact_data(path));
+    CHECK_OK(ql_dataset_open(path, QL_PACK_NONE, 64, &d));
+    for (int world = 2; world <= exact_world(4); world *= 2) {
+        exact_setting s = {.model = 0, .world = world, .schedule = QL_PIPE_AHEAD};
+        exact_outcome o;
+        CHECK_OK(exact_run(&s, &o));
+        free(o.adapters);
+        for (int r = 0; r < world; r++)
+            CHECK_MSG(exact_mem->sent[r] == stage_bytes(&o, &s, d, r), "stage %d of %d sent %lld bytes, expected %lld", r, world,
+                      (long long)exact_mem->sent[r], (long long)stage_bytes(&o, &s, d, r));
+    }
+    ql_dataset_close(d);
+}
+
 TEST(ranks_send_what_the_design_says)
 {
     char path[QL_PATH_MAX];
@@ -304,7 +342,8 @@ TEST(product)
 }
 
 static const test_entry tests[] = {T(every_pair_of_settings_gives_the_same_bits), T(runs_learn), T(odd_groups_are_exact_where_they_say_so),
-                                   T(eight_ranks_are_exact), T(pipelines_are_exact), T(ranks_send_what_the_design_says)};
+                                   T(eight_ranks_are_exact), T(pipelines_are_exact), T(ranks_send_what_the_design_says),
+                                   T(stages_send_what_the_design_says)};
 static const test_entry all[] = {T(product)};
 
 int main(int argc, char **argv)
