@@ -9,6 +9,7 @@ cd "$(dirname "$0")/../.."
 build=${1:-build}
 [ -f "$build/libqlora-cuda.so" ] || { echo "no $build/libqlora-cuda.so: make cuda-tests${build#build}" >&2; exit 1; }
 out=${OUT:-$(mktemp -d)}
+mkdir -p build/tests # the golden test writes there, whatever the build
 name=$(basename "$build")
 memory=
 case $name in *t4) memory=15095MiB; export NCCL_P2P_DISABLE=1; echo "# as on T4s: $memory a GPU, no peer access" ;; esac
