@@ -1,6 +1,7 @@
 """kaggle/qlora-2xt4.ipynb through papermill in IPython 7.34 with the wheel installed: every cell, on the tiny model and two CPU ranks."""
 import json
 import os
+import re
 import shutil
 import subprocess
 
@@ -46,7 +47,7 @@ def test_every_cell(page):
     assert all(c["execution_count"] for c in page["cells"] if c["cell_type"] == "code")
     assert "6/6 losses: same bits" in "".join(outputs(page, "verdict"))
     assert "7.34.0" in "".join(outputs(page, "%qlora info"))
-    assert "fits" in outputs(page, "%qlora plan")[0] and "5 of 5 checks hold" in "".join(outputs(page, "%qlora verify"))
+    assert "fits" in outputs(page, "%qlora plan")[0] and re.search(r"(\d) of \1 checks hold", "".join(outputs(page, "%qlora verify")))
     assert {p.name for p in (folder / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 
 
