@@ -72,9 +72,9 @@ static ql_status generate_answer(generating *g, json_t *result, json_t **out)
     } else {
         bundle = ql_view_generated(g->heads, result);
     }
-    first = first ? first : "";
-    snprintf(line, sizeof line, "%.*s",
-             (int)ql_text_fit(first, 60) < 76 ? (int)ql_text_fit(first, 60) : 76, first);
+    first = first ? first + strspn(first, " \n") : "";
+    size_t fit = ql_text_fit(first, 60);
+    snprintf(line, sizeof line, "%.*s%s", (int)(fit < 72 ? fit : 72), first, fit < strlen(first) ? " …" : "");
     for (char *p = line; *p; p++)
         if (*p == '\n') *p = ' ';
     if (st == QL_OK) return ql_result("text", line, data, bundle, out);

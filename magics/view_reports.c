@@ -370,6 +370,7 @@ static void alternatives(ql_view *v, const json_t *list)
                       *ql_jstr(a, "why", "") ? ": " : "", ql_jstr(a, "why", ""));
     }
     ql_table_end(v, &t);
+    ql_view_note(v, "per device: the least that each way takes, every layer recomputed");
     ql_buf_free(&names);
 }
 

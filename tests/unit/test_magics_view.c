@@ -115,6 +115,7 @@ TEST(plan_view)
                "instead   per device  host   step  longest\n"
                "────────  ──────────  ────  ─────  ───────  ────\n"
                "resident    7.00 GiB   0 B  1.5 s    4,096  fits\n"
+               "per device: the least that each way takes, every layer recomputed\n"
                "same bits on 1, 2, 4 devices"));
     json_decref(p);
 }
