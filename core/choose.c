@@ -28,6 +28,7 @@ typedef struct {
     ql_reasons *why;
     int host_later;                 /* 1: host memory is not looked at yet: layers that stay on devices leave the host */
     uint8_t fixed[QL_MAX_LAYERS];   /* 1: the user fixed this layer's store */
+    int stage;                      /* of set_keep_stage */
     ql_status st;
 } chooser;
 
@@ -85,6 +86,13 @@ static void set_stay(chooser *c, int n) /* n layers stay on the devices, the oth
     const ql_choice *ch = &c->s->choice;
     ql_store_kind here = ch->world > 1 && !ql_plan_piped(ch) ? QL_STORE_SHARDED : QL_STORE_RESIDENT;
     for (int l = 0; l < ch->layers; l++) store_all(c, among_top(ch, l, ch->layers - n) ? QL_STORE_HOST : here, l, l + 1);
+}
+
+static void set_keep_stage(chooser *c, int n)
+{
+    int lo, hi;
+    ql_plan_stage(&c->s->choice, c->stage, &lo, &hi);
+    for (int l = lo; l < hi; l++) c->s->choice.keep[l] = l >= hi - n ? QL_KEEP_ALL : QL_KEEP_INPUT;
 }
 
 static void set_keep_all(chooser *c, int n) { keep_top(c, n, QL_KEEP_ALL, QL_KEEP_INPUT); }
@@ -154,6 +162,25 @@ static void pick_store(chooser *c)
 
 /* ---- activations ------------------------------------------------------------------------------ */
 
+/* Each stage keeps what its own device has room for: the last one has one micro-batch in flight, the first as many as there are stages. */
+static void pick_keep_stages(chooser *c)
+{
+    ql_choice *ch = &c->s->choice;
+    char text[96] = "";
+    int n = 0, kept = 0;
+    for (c->stage = 0; c->stage < ch->world; c->stage++) {
+        int lo, hi;
+        ql_plan_stage(ch, c->stage, &lo, &hi);
+        int here = most(c, 0, hi - (int)ql_min64(hi, ql_max64(lo, ch->first)), set_keep_stage);
+        kept += here;
+        n += snprintf(text + n, sizeof text - (size_t)n, "%s%d", c->stage ? ", " : "", here);
+    }
+    if (kept == ch->layers - ch->first)
+        say(c->why, "nothing is recomputed (auto: all activations fit)");
+    else
+        say(c->why, "recompute (auto): the stages keep %s layers, %d are recomputed", text, ch->layers - ch->first - kept);
+}
+
 static void pick_keep(chooser *c)
 {
     ql_choice *ch = &c->s->choice;
@@ -170,11 +197,15 @@ static void pick_keep(chooser *c)
         return;
     }
     if (!fits(c)) return;
+    if (ql_plan_piped(ch)) {
+        pick_keep_stages(c);
+        return;
+    }
     int kept = most(c, 0, learn, set_keep_all);
     if (kept < learn) {
         /* Layers that cannot be kept whole may still keep all but gate and up. */
         int part = 0;
-        for (int n = ql_plan_piped(ch) ? 0 : learn - kept; n > 0; n /= 2) {
+        for (int n = learn - kept; n > 0; n /= 2) {
             for (int l = ch->layers - kept - part - n; l < ch->layers - kept - part; l++)
                 if (l >= ch->first) ch->keep[l] = QL_KEEP_NO_MLP;
             if (fits(c)) {
