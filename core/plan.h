@@ -85,7 +85,7 @@ const char *ql_schedule_name(ql_schedule s); /* "loop", "breadth", "1f1b", "reco
 ql_status ql_plan_build(const ql_choice *c, int rank, int g, ql_plan *out);
 void ql_plan_free(ql_plan *p);
 /* Proves a plan: every layer gathered before use and never computed on while sharded, slots never overfull, actions in an order in
- * which each has its inputs, the gradient stack ends at one, every micro-batch counted once. */
+ * which each has its inputs, the gradients added in the tree that every world has, every micro-batch counted once. */
 ql_status ql_plan_check(const ql_choice *c, const ql_plan *p);
 /* Proves the plans of all ranks of a step together: each by itself, and that all meet in the same collectives in the same order, so
  * that none waits for another that never comes. */

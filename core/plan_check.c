@@ -15,7 +15,12 @@ typedef struct {
     int i;                              /* the action at hand */
     int slot_layer[QL_GATHER_SLOTS];    /* layer in a slot; −1 free */
     int held;                           /* layer in the scratch */
-    int stack, pieces;                  /* gradient buffers */
+    int stack, pieces;                  /* gradient buffers; pieces begun */
+    struct {
+        int piece, level;               /* first piece of a subtree of 2^level; level 0: the piece alone */
+    } tree[16];                         /* (stack) */
+    int ended;                          /* micro-batches whose backward is complete */
+    int16_t last[QL_MAX_LAYERS];        /* micro-batch + 1 whose gradients of the layer were added last */
     int done[QL_MAX_ACCUM];             /* 0; 1 batch; 2 head; 3 backward complete */
     int8_t *h;                          /* (g, layers + 1): where h is */
     int16_t *next;                      /* (g): the layer expected next */
@@ -50,6 +55,7 @@ static void end_of(sim *s, int mb)
 {
     s->done[mb] = 3;
     s->live--;
+    s->ended++;
 }
 
 /* The gradient of h[hi] is here. */
@@ -118,6 +124,18 @@ static ql_status do_recompute(sim *s, const ql_action *a)
     return QL_OK;
 }
 
+/* Gradients are added in the order of the micro-batches, each to the buffer of its piece: the sum is one tree for all worlds. */
+static ql_status in_its_piece(sim *s, const ql_action *a)
+{
+    const ql_choice *c = s->c;
+    int first = ql_plan_first(c, s->p->rank), even = s->piped || c->pieces % c->world == 0;
+    int piece = even ? (a->mb - first) / (c->g / c->pieces) : 0, top = s->stack - 1;
+    if (s->tree[top].level != 0 || s->tree[top].piece != piece) return bad(s, "not into the buffer of its piece");
+    if (s->last[a->layer] > a->mb) return bad(s, "gradients out of order");
+    s->last[a->layer] = (int16_t)(a->mb + 1);
+    return QL_OK;
+}
+
 static ql_status do_backward(sim *s, const ql_action *a)
 {
     if (a->mb < 0 || s->stack < 1) return bad(s, "no gradient buffer");
@@ -126,6 +144,7 @@ static ql_status do_backward(sim *s, const ql_action *a)
     if (s->next[a->mb] != a->layer) return bad(s, "layers out of order");
     if (*h_of(s, a->mb, a->layer) != H_DEVICE) return bad(s, "its input is not on the device");
     QL_TRY(base_ready(s, a));
+    QL_TRY(in_its_piece(s, a));
     int have = ql_plan_ahead(s->c, s->p->rank, a->layer) ? s->ahead[a->layer] && s->ahead_mb == a->mb
                                                          : s->shared_mb == a->mb && s->shared_layer == a->layer;
     if (s->c->keep[a->layer] != QL_KEEP_ALL && !have) return bad(s, "not recomputed");
@@ -228,15 +247,28 @@ static ql_status do_move(sim *s, const ql_action *a)
     return QL_OK;
 }
 
+/* Neighbours of one level, halves of the same subtree; at the end, where a last group was short, what is left from the top down. */
+static ql_status do_join(sim *s)
+{
+    const ql_choice *c = s->c;
+    int64_t mine = ql_min64(ql_plan_end(c, s->p->rank), s->p->g) - ql_min64(ql_plan_first(c, s->p->rank), s->p->g);
+    if (--s->stack < 1) return bad(s, "joins what is not there");
+    int top = s->stack, level = s->tree[top].level, even = level < 30 && level == s->tree[top - 1].level;
+    if (even && s->tree[top - 1].piece % (2 << level) != 0) return bad(s, "joins parts of different subtrees");
+    if (!even && s->ended < mine) return bad(s, "joins unequal parts before the last gradient");
+    s->tree[top - 1].level = even ? level + 1 : 30;
+    return QL_OK;
+}
+
 static ql_status do_sum(sim *s, const ql_action *a)
 {
     switch ((ql_do)a->what) {
     case QL_DO_PIECE:
-        if (++s->stack > ql_plan_grad_buffers(s->c)) return bad(s, "more gradient buffers than counted");
+        if (++s->stack > ql_plan_grad_buffers(s->c) || s->stack > 16) return bad(s, "more gradient buffers than counted");
+        s->tree[s->stack - 1].piece = s->pieces++;
+        s->tree[s->stack - 1].level = 0;
         return QL_OK;
-    case QL_DO_JOIN:
-        if (--s->stack < 1) return bad(s, "joins what is not there");
-        return QL_OK;
+    case QL_DO_JOIN: return do_join(s);
     case QL_DO_REDUCE:
         if (s->piped) return bad(s, "a stage's gradients are whole");
         s->reduced++;
