@@ -86,6 +86,13 @@ typedef struct {
     int64_t base;               /* its first row in the caches */
 } feed;
 
+static int64_t longest_feed(const feed *f, int count)
+{
+    int64_t n = 0;
+    for (int i = 0; i < count; i++) n = ql_max64(n, f[i].n);
+    return n;
+}
+
 /* Where the new rows of all sequences stand. */
 static int64_t lay_out(decoder *g, const feed *f, int count, ql_batch *b, int32_t meta[5][QL_DECODE_ROWS])
 {
@@ -104,7 +111,8 @@ static int64_t lay_out(decoder *g, const feed *f, int count, ql_batch *b, int32_
     }
     for (int i = count; i < QL_DECODE_ROWS; i++) meta[4][i] = -1;
     b->tokens = at;
-    b->T = ql_round_up(at, g->r->spec->round);
+    int few = g->r->q.ops->nf4_matmul && longest_feed(f, count) == 1; /* a token each */
+    b->T = few ? QL_DECODE_ROWS : ql_round_up(at, g->r->spec->round);
     for (; at < b->T; at++) g->ids[at] = 0, g->pos[at] = 0, g->slot[at] = -1;
     return longest;
 }
@@ -169,11 +177,11 @@ static ql_status forward(decoder *g, const feed *f, int count)
         int s = (int)(l % QL_GATHER_SLOTS), moved = c->store[l] == QL_STORE_SHARDED || c->store[l] == QL_STORE_HOST;
         if (moved) QL_TRY(ql_exec_gather(r, l, s));
         QL_TRY(ql_exec_layer(r, mb, l, s, &ly));
-        if (moved) QL_TRY(dev->record(r->compute, r->slot_free[s]));
         ly.cache_k = g->k[l], ly.cache_v = g->v[l];
         ql_act act = m->shared;
         act.h = ql_mem_h(m, 0, l);
         QL_TRY(ql_layer_forward(&ly, &act, ql_mem_h(m, 0, l + 1)));
+        if (moved) QL_TRY(dev->record(r->compute, r->slot_free[s])); /* its bytes may have been read until here */
     }
     if (!ql_mem_has_head(m)) QL_TRY(pass_on(r, m->hi, mb->rows, r->set.rank + 1));
     QL_TRY(last_logits(g, mb, count));

@@ -34,7 +34,7 @@ typedef struct {
 } ql_decoding;
 
 /* Sequences that go side by side: rows of a matrix product. All ranks together; QL_ESTOP between two tokens. */
-enum { QL_DECODE_ROWS = 8 };
+enum { QL_DECODE_ROWS = QL_FEW_ROWS };
 ql_status ql_decode(ql_rank *r, const ql_decoding *d, ql_sequence *seq, int n);
 
 /* The next token of one row of logits (V), which the penalty changes. `seen`: (V) marks, all `mark` − 1 or less at first; order: (V)

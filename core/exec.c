@@ -49,7 +49,7 @@ static int64_t stage_targets(const ql_batch *b, int64_t round, int32_t *index, i
 static ql_status batch_fits(const ql_rank *r, const ql_batch *b)
 {
     const ql_spec *s = r->spec;
-    if (b->T > s->rows || b->T % s->round)
+    if (b->T > s->rows || (b->T % s->round && b->T != QL_FEW_ROWS))
         QL_FAIL(QL_EINTERNAL, "a micro-batch of %lld tokens; memory was taken for %lld", (long long)b->T, (long long)s->rows);
     if (b->docs > s->docs)
         QL_FAIL(QL_EINTERNAL, "a micro-batch of %lld documents; memory was taken for %lld", (long long)b->docs, (long long)s->docs);
@@ -115,19 +115,27 @@ static ql_status do_batch(ql_rank *r, const ql_action *a, const ql_step_data *d,
 
 /* ---- layers ----------------------------------------------------------------------------------- */
 
-static ql_status place_base(ql_rank *r, int64_t layer, int slot, ql_scratch **out)
+/* few: the products to come are of QL_FEW_ROWS rows; where they can, they read the bytes as they rest, and *packed is set. */
+static ql_status place_base(ql_rank *r, int64_t layer, int slot, int few, ql_scratch **out, const ql_nf4 **packed)
 {
     const ql_choice *c = &r->spec->choice;
     ql_mem *m = r->mem;
     void *parts[QL_MAX_PARTS];
     *out = c->store[layer] == QL_STORE_RESIDENT16 ? &m->own[layer] : &m->scratch;
-    if ((*out)->layer == layer) return QL_OK;
+    *packed = NULL;
+    few = few && r->q.ops->nf4_matmul && c->store[layer] != QL_STORE_RESIDENT16;
+    if ((*out)->layer == layer && !few) return QL_OK;
     if (c->store[layer] == QL_STORE_RESIDENT) {
         parts[0] = m->base[layer];
     } else {
         if (slot < 0) QL_FAIL(QL_EINTERNAL, "layer %lld is used without its gather", (long long)layer);
         QL_TRY(dev_of(r)->wait(r->compute, r->slot_full[slot]));
         for (int p = 0; p < m->blob[layer].parts; p++) parts[p] = (char *)m->slot[slot] + p * m->blob[layer].part_bytes;
+    }
+    if (few && ql_store_views(&m->shape, &m->blob[layer], &m->tables[layer], parts, &r->spec->quant, r->packed)) {
+        *packed = r->packed;   /* whatever the scratch holds: bits do not depend on what ran before */
+        (*out)->version = -1;  /* its adapters become this layer's, its base may be another's */
+        return QL_OK;
     }
     return ql_store_dequant(&m->shape, &r->q, &m->blob[layer], &m->tables[layer], parts, &r->spec->quant, *out, layer);
 }
@@ -136,12 +144,14 @@ ql_status ql_exec_layer(ql_rank *r, ql_micro *mb, int64_t layer, int slot, ql_la
 {
     ql_mem *m = r->mem;
     ql_scratch *w = NULL;
-    QL_TRY(place_base(r, layer, slot, &w));
+    const ql_nf4 *packed;
+    QL_TRY(place_base(r, layer, slot, mb->rows <= QL_FEW_ROWS, &w, &packed));
     if (w->version != r->version) {
         QL_TRY(ql_scratch_adapters(&m->shape, &r->q, w, layer, m->adapters));
-        w->version = r->version;
+        w->version = packed ? -1 : r->version;
     }
-    *out = (ql_layer){.shape = &m->shape, .q = &r->q, .mb = mb, .layer = layer, .small = &m->small[layer], .w = w,
+    *out = (ql_layer){.packed = packed,
+                      .shape = &m->shape, .q = &r->q, .mb = mb, .layer = layer, .small = &m->small[layer], .w = w,
                       .work = &m->work, .freq = m->freq, .cache_k = QL_NONE, .cache_v = QL_NONE};
     return QL_OK;
 }

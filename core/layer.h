@@ -122,6 +122,7 @@ typedef struct {
     int64_t layer;
     const ql_small *small;
     const ql_scratch *w;
+    const ql_nf4 *packed;    /* (QL_LINEARS) where a few rows read the base as it rests, and w holds the adapters alone; else NULL */
     const ql_work *work;
     ql_tensor freq;          /* (1, D/2) F32 */
     ql_tensor cache_k, cache_v; /* (rows, G·D) or none */

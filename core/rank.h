@@ -71,6 +71,7 @@ typedef struct ql_rank {
     ql_batch batch;
     ql_optim optim;
     ql_micro *micro;                           /* (flights) */
+    ql_nf4 packed[QL_LINEARS];                 /* of the layer at work, where a few rows read it as it rests */
 } ql_rank;
 
 ql_status ql_rank_open(const ql_rank_setup *set, const ql_spec *spec, ql_rank **out);

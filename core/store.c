@@ -246,6 +246,15 @@ static ql_nf4 nf4_view(const ql_blob *b, int i, const ql_tables *t, void *const 
     return w;
 }
 
+int ql_store_views(const ql_shape *s, const ql_blob *b, const ql_tables *t, void *const *parts, const ql_quant *quant, ql_nf4 out[QL_LINEARS])
+{
+    for (int i = 0; i < QL_LINEARS; i++) {
+        if (!b->lin[i].nf4) return 0;
+        out[i] = nf4_view(b, i, t, parts, quant, s->dtype);
+    }
+    return 1;
+}
+
 ql_status ql_store_dequant(const ql_shape *s, const ql_queue *q, const ql_blob *b, const ql_tables *t, void *const *parts,
                            const ql_quant *quant, ql_scratch *w, int64_t layer)
 {

@@ -58,6 +58,8 @@ int64_t ql_store_temp_bytes(const ql_blob *b);
 /* Fills parts [part, part + n) of layer l at dst, part_bytes each (device or host memory), and the tables. Waits for its copies. */
 ql_status ql_store_load(const ql_loader *ld, int64_t l, const ql_blob *b, int part, int n, void *dst, ql_tables *t);
 
+/* How a layer's linears rest, for products that read them as they are. 0: some are not 4-bit. */
+int ql_store_views(const ql_shape *s, const ql_blob *b, const ql_tables *t, void *const *parts, const ql_quant *quant, ql_nf4 out[QL_LINEARS]);
 /* base of every linear in scratch ← the blob's parts at parts[0 … b->parts). */
 ql_status ql_store_dequant(const ql_shape *s, const ql_queue *q, const ql_blob *b, const ql_tables *t, void *const *parts,
                            const ql_quant *quant, ql_scratch *w, int64_t layer);

@@ -190,9 +190,8 @@ static bool power_of_two(int64_t x)
     return x > 0 && (x & (x - 1)) == 0;
 }
 
-static ql_status want_nf4(const ql_nf4 *w, int i)
+static ql_status want_nf4(const char *op, const ql_nf4 *w, int i)
 {
-    const char *op = "nf4_dequant";
     if (w->rows < 0 || w->cols < 0 || (w->cols > 0 && w->rows > INT64_MAX / 8 / w->cols))
         QL_FAIL(QL_EINVAL, "%s: w[%d] is (%lld, %lld), which is no matrix", op, i,
                 (long long)w->rows, (long long)w->cols);
@@ -228,7 +227,7 @@ ql_status ql_nf4_dequant(const ql_queue *q, const ql_tensor *outs, const ql_nf4 
     int work = 0;
     for (int i = 0; i < n; i++) {
         ql_tensor out = outs[i];
-        QL_TRY(want_nf4(&w[i], i));
+        QL_TRY(want_nf4("nf4_dequant", &w[i], i));
         QL_TRY(want("nf4_dequant", ARG(out), w[i].rows, w[i].cols, FLOAT));
         for (int j = 0; j < i; j++)
             QL_TRY(apart("nf4_dequant", ARG(out), (arg){"another out", outs[j]}));
@@ -260,6 +259,28 @@ ql_status ql_scale_quant(const ql_queue *q, ql_tensor code, ql_tensor absmax2, q
     QL_TRY(apart("scale_quant", ARG(code), ARG(absmax)));
     QL_TRY(apart("scale_quant", ARG(absmax2), ARG(absmax)));
     return absmax.cols == 0 ? QL_OK : q->ops->scale_quant(q, code, absmax2, absmax, code2, offset);
+}
+
+ql_status ql_nf4_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c,
+                        ql_tensor bias)
+{
+    const char *op = "nf4_matmul";
+    QL_TRY(want_nf4(op, w, 0));
+    QL_TRY(want(op, ARG(a), ANY, w->cols, FLOAT));
+    QL_TRY(want(op, ARG(out), a.rows, w->rows, ONE(a.dtype) | F32));
+    if (a.rows > QL_FEW_ROWS || w->cols < 1 || w->cols * QL_FEW_ROWS * 4 > QL_WORK_BYTES)
+        QL_FAIL(QL_EINVAL, "%s: (%lld, %lld) is more than %d rows, or too wide", op, (long long)a.rows, (long long)a.cols, QL_FEW_ROWS);
+    QL_TRY(apart(op, ARG(out), ARG(a)));
+    if (ql_tensor_set(c)) {
+        QL_TRY(want(op, ARG(c), a.rows, w->rows, ONE(out.dtype)));
+        QL_TRY(same_or_apart(op, ARG(out), ARG(c)));
+    }
+    if (ql_tensor_set(bias)) {
+        QL_TRY(want(op, ARG(bias), 1, w->rows, ONE(a.dtype)));
+        QL_TRY(apart(op, ARG(out), ARG(bias)));
+    }
+    if (!q->ops->nf4_matmul) QL_FAIL(QL_ENOSUP, "%s: the backend %s has none", op, q->ops->name);
+    return empty(out) ? QL_OK : q->ops->nf4_matmul(q, out, a, w, c, bias);
 }
 
 /* ---- matmul ---------------------------------------------------------------------------------- */

@@ -125,6 +125,7 @@ typedef enum {
 #define QL_NONE ((ql_tensor){0})
 
 enum { QL_MAX_CONVERT = 16, QL_MAX_DEQUANT = 8 }; /* matrices of one call */
+enum { QL_FEW_ROWS = 8 }; /* of nf4_matmul */
 
 struct ql_ops {
     const char *name;
@@ -219,6 +220,12 @@ struct ql_ops {
     /* Blockwise 8-bit states (formats 1.7): m8, v8 (1, n) U8 with absmax m2, v2 (1, n/256) F32; code1 signed, code2 unsigned (256). */
     ql_status (*adamw8)(const ql_queue *q, ql_tensor p, ql_tensor m8, ql_tensor v8, ql_tensor m2, ql_tensor v2, ql_tensor g,
                         ql_tensor code1, ql_tensor code2, const ql_ctl *ctl, const ql_adam *a);
+
+    /* ---- few rows: text, a token at a time ---- */
+    /* out (M, N) = a (M, K) wᵀ [+ c] [+ bias] for M ≤ QL_FEW_ROWS, as matmul would on nf4_dequant's values in a's dtype; w is read as it
+     * rests, 4 bits a weight, and is written nowhere. A row's result does not depend on M. NULL in a table that has none: its callers
+     * dequantise and multiply. */
+    ql_status (*nf4_matmul)(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c, ql_tensor bias);
 };
 
 /* The checked wrappers (ops.c): same names, ql_ in front. */
@@ -230,6 +237,7 @@ ql_status ql_gather_rows(const ql_queue *q, ql_tensor out, ql_tensor in, ql_tens
 ql_status ql_scatter_rows(const ql_queue *q, ql_tensor out, ql_tensor in, ql_tensor index);
 ql_status ql_check_finite(const ql_queue *q, ql_tensor flag, ql_tensor in);
 ql_status ql_nf4_dequant(const ql_queue *q, const ql_tensor *out, const ql_nf4 *w, int n);
+ql_status ql_nf4_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c, ql_tensor bias);
 ql_status ql_nf4_quant(const ql_queue *q, ql_tensor packed, ql_tensor absmax, ql_tensor in);
 ql_status ql_scale_quant(const ql_queue *q, ql_tensor code, ql_tensor absmax2, ql_tensor absmax, ql_tensor code2, float offset);
 ql_status ql_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, ql_tensor b, ql_trans trans, float alpha, ql_tensor c,

@@ -12,6 +12,7 @@ const ql_ops ql_cpu_ops = {
     OP(scatter_rows),
     OP(check_finite),
     OP(nf4_dequant),
+    OP(nf4_matmul),
     OP(nf4_quant),
     OP(scale_quant),
     OP(matmul),

@@ -57,6 +57,68 @@ QL_CPU_OP(nf4_dequant, const ql_tensor *out, const ql_nf4 *w, int n)
     return QL_OK;
 }
 
+/* ---- few rows ---------------------------------------------------------------------------------- */
+
+enum { BLOCK_MAX = 4096, STRIP = 256, LANES = 16 };
+
+/* The values of the block that holds flat weight e, in the dtype that products have them in. */
+static void block_values(const job *j, int64_t e, ql_dtype dtype, float *v)
+{
+    const ql_nf4 *w = j->w;
+    int64_t total = w->rows * w->cols, p = e / w->part, b = (e - p * w->part) / w->block;
+    int64_t n = ql_min64(w->block, total - p * w->part - b * w->block);
+    const uint8_t *bytes = w->packed[p] + b * w->block / 2;
+    float s = scale_of(w, (int)p, b);
+    for (int64_t i = 0; 2 * i < n; i++) memcpy(v + 2 * i, j->pair[bytes[i]], 2 * sizeof(float));
+    for (int64_t i = 0; i < n; i++) v[i] *= s;
+    ql_cpu_round(v, w->state, n);
+    if (dtype != w->state) ql_cpu_round(v, dtype, n);
+}
+
+/* acc += v∘x in LANES lanes; which lane a product goes to depends on its place in the row alone. */
+static void add_products(float *restrict acc, const float *restrict v, const float *restrict x, int64_t at, int64_t n)
+{
+    int64_t i = 0;
+    for (; i < n && (at + i) % LANES; i++) acc[(at + i) % LANES] += v[i] * x[i];
+    for (; i + LANES <= n; i += LANES)
+        for (int l = 0; l < LANES; l++) acc[l] += v[i + l] * x[i + l];
+    for (; i < n; i++) acc[(at + i) % LANES] += v[i] * x[i];
+}
+
+QL_CPU_OP(nf4_matmul, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c, ql_tensor bias)
+{
+    job j = {.w = w};
+    float v[BLOCK_MAX], y[QL_FEW_ROWS][STRIP], other[STRIP], *x = q->work;
+    int64_t rows = a.rows, k = w->cols;
+    for (int b = 0; b < 256; b++) j.pair[b][0] = w->code[b >> 4], j.pair[b][1] = w->code[b & 15];
+    for (int64_t r = 0; r < rows; r++) ql_cpu_load(x + r * k, a, r, 0, k);
+    for (int64_t n0 = 0; n0 < w->rows; n0 += STRIP) {
+        int64_t nn = ql_min64(STRIP, w->rows - n0);
+        for (int64_t n = 0; n < nn; n++) {
+            float acc[QL_FEW_ROWS][LANES] = {{0}};
+            for (int64_t at = 0; at < k;) {
+                int64_t e = (n0 + n) * k + at, in = e % w->part % w->block, m = ql_min64(w->block - in, k - at);
+                block_values(&j, e, a.dtype, v);
+                for (int64_t r = 0; r < rows; r++) add_products(acc[r], v + in, x + r * k + at, at, m);
+                at += m;
+            }
+            for (int64_t r = 0; r < rows; r++) {
+                for (int h = LANES / 2; h; h /= 2)
+                    for (int l = 0; l < h; l++) acc[r][l] += acc[r][l + h];
+                y[r][n] = acc[r][0];
+            }
+        }
+        for (int64_t r = 0; r < rows; r++) {
+            const float *p = ql_tensor_set(bias) ? ql_cpu_read(bias, 0, n0, nn, other) : NULL;
+            for (int64_t n = 0; p && n < nn; n++) y[r][n] += p[n];
+            p = ql_tensor_set(c) ? ql_cpu_read(c, r, n0, nn, other) : NULL;
+            for (int64_t n = 0; p && n < nn; n++) y[r][n] += p[n];
+            ql_cpu_store(out, r, n0, y[r], nn);
+        }
+    }
+    return QL_OK;
+}
+
 /* ---- quantise -------------------------------------------------------------------------------- */
 
 /* The midpoints of neighbouring NF4 codes; a value's code is the number of them below it. */

@@ -71,6 +71,13 @@ OP(nf4_dequant, const ql_tensor *out, const ql_nf4 *w, int n)
     }
     return QL_OK;
 }
+OP(nf4_matmul, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c, ql_tensor bias)
+{
+    int64_t weights = w->rows * w->cols, blocks = ql_ceil_div(weights, w->block);
+    int64_t scales = w->block2 ? blocks + 4 * ql_ceil_div(blocks, w->block2) : 4 * blocks;
+    atomic_fetch_add(&ql_null_bytes, size_of(c) + size_of(bias) + ql_ceil_div(weights, 2) + scales);
+    COUNT(2 * out.rows * weights, out, a);
+}
 OP(nf4_quant, ql_tensor packed, ql_tensor absmax, ql_tensor in)
 {
     COUNT(0, packed, absmax, in);
@@ -199,6 +206,7 @@ static const ql_ops null_ops = {
     FILL(scatter_rows),
     FILL(check_finite),
     FILL(nf4_dequant),
+    FILL(nf4_matmul),
     FILL(nf4_quant),
     FILL(scale_quant),
     FILL(matmul),

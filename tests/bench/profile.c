@@ -63,6 +63,7 @@ WRAP(add, (Q, X o, X a, X b), (q, o, a, b), o.rows, o.cols, 0)
 WRAP(gather_rows, (Q, X o, X in, X i), (q, o, in, i), o.rows, o.cols, 0)
 WRAP(scatter_rows, (Q, X o, X in, X i), (q, o, in, i), in.rows, in.cols, 0)
 WRAP(nf4_dequant, (Q, const X *o, const ql_nf4 *w, int n), (q, o, w, n), n, o->rows, o->cols)
+WRAP(nf4_matmul, (Q, X o, X a, const ql_nf4 *w, X c, X bi), (q, o, a, w, c, bi), o.rows, o.cols, a.cols)
 WRAP(matmul, (Q, X o, X a, X b, ql_trans t, float al, X c, X bi), (q, o, a, b, t, al, c, bi), o.rows, o.cols, (t == QL_TN ? -a.rows : a.cols))
 WRAP(rmsnorm, (Q, X y, X x, X w, float e), (q, y, x, w, e), x.rows, x.cols, 0)
 WRAP(rmsnorm_dx, (Q, X dx, X dy, X x, X w, float e, X r), (q, dx, dy, x, w, e, r), x.rows, x.cols, 0)
@@ -86,7 +87,7 @@ static ql_ops wrapped(const ql_ops *o)
 {
     ql_ops w = *o;
 #define USE(name) w.name = w_##name
-    USE(convert); USE(fill); USE(add); USE(gather_rows); USE(scatter_rows); USE(nf4_dequant); USE(matmul); USE(rmsnorm); USE(rmsnorm_dx);
+    USE(convert); USE(fill); USE(add); USE(gather_rows); USE(scatter_rows); USE(nf4_dequant); USE(nf4_matmul); USE(matmul); USE(rmsnorm); USE(rmsnorm_dx);
     USE(rope); USE(swiglu); USE(swiglu_dx); USE(attention); USE(attention_dx); USE(ce_stats); USE(ce_join); USE(ce_loss); USE(ce_grad);
     USE(sum); USE(norm_parts); USE(clip); USE(adamw); USE(adamw8);
     return w;

@@ -173,7 +173,7 @@ static void nf4_matrix(ctx *c, const op_case *p, ql_nf4 *w, tens **out, double *
     int64_t total = rows * p->n, block2 = p->how & 1 ? 256 : 0, grain = 64 * (block2 ? block2 : 1);
     *w = (ql_nf4){
         .rows = rows, .cols = p->n, .block = 64, .block2 = (int)block2, .parts = (int)p->k};
-    w->state = (ql_dtype)(p->how >> 1);
+    w->state = (ql_dtype)(p->how >> 1 & 3);
     w->part = ql_round_up(ql_ceil_div(total, p->k), grain);
     *out = make(c, "out", OUT, p->a, rows, p->n, p->pad);
     *ref = doubles(c, total);
@@ -218,6 +218,25 @@ void run_dequant(ctx *c, const op_case *p)
     ql_tensor outs[2] = {out[0]->t, n > 1 ? out[1]->t : out[0]->t};
     RUN(c, ql_nf4_dequant(&c->q, outs, w, n));
     for (int i = 0; i < n; i++) expect_exact(c, out[i], ref[i]);
+}
+
+/* (m, n) in k pieces; how + 8 c, + 16 bias, + 32·(rows − 1). */
+void run_few(ctx *c, const op_case *p)
+{
+    ql_nf4 w;
+    tens *values;
+    double *weights;
+    int64_t rows = 1 + (p->how >> 5), m = p->m;
+    if (!c->q.ops->nf4_matmul) return; /* callers do without */
+    nf4_matrix(c, p, &w, &values, &weights, m);
+    tens *out = make(c, "y", OUT, p->b, rows, m, p->pad), *a = make(c, "a", IN, p->a, rows, p->n, 2 * p->pad);
+    tens *add = p->how & 8 ? make(c, "c", IN, p->b, rows, m, 3 * p->pad) : NULL, *bias = p->how & 16 ? make(c, "bias", IN, p->a, 1, m, 0) : NULL;
+    double *ref = doubles(c, rows * m);
+    c->flops = 2.0 * (double)rows * (double)m * (double)p->n;
+    RUN(c, ql_nf4_matmul(&c->q, out->t, a->t, &w, add ? add->t : QL_NONE, bias ? bias->t : QL_NONE));
+    if (!live(c)) return;
+    ref_matmul(ref, a->v, weights, QL_NT, 1, add ? add->v : NULL, bias ? bias->v : NULL, rows, m, p->n);
+    expect(c, out, ref, bar_of(p->b, 2e-6));
 }
 
 static const double nf4_bars[15] = {

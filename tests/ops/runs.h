@@ -16,6 +16,7 @@ R(gather);
 R(scatter);
 R(finite);
 R(dequant);
+R(few);
 R(quant);
 R(scale_quant);
 R(matmul);

@@ -6,6 +6,30 @@
 
 /* ---- work ------------------------------------------------------------------------------------- */
 
+/* The null backend, with its NF4 ops counted apart. */
+static int64_t few_calls, dequants;
+static ql_status few(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c, ql_tensor bias)
+{
+    few_calls++;
+    if (a.rows != QL_DECODE_ROWS) QL_FAIL(QL_EINTERNAL, "%lld rows", (long long)a.rows);
+    return ql_backend_null()->ops->nf4_matmul(q, out, a, w, c, bias);
+}
+static ql_status dequant(const ql_queue *q, const ql_tensor *out, const ql_nf4 *w, int n)
+{
+    dequants += n;
+    return ql_backend_null()->ops->nf4_dequant(q, out, w, n);
+}
+static const ql_backend *counted(void)
+{
+    static ql_ops ops;
+    static ql_backend be;
+    ops = *ql_backend_null()->ops;
+    ops.nf4_matmul = few, ops.nf4_dequant = dequant;
+    be = *ql_backend_null();
+    be.ops = &ops;
+    return &be;
+}
+
 typedef struct {
     ql_model *model;
     ql_lora *lora;
@@ -29,7 +53,7 @@ static ql_status start(setting *s, const char *family, ql_store_kind store, int 
     for (int l = 0; l < c->layers; l++) c->store[l] = (uint8_t)store;
     s->shared = calloc(1, sizeof *s->shared);
     if (!s->shared) QL_FAIL(QL_ENOMEM, "no memory");
-    ql_rank_setup set = {.be = ql_backend_null(), .world = world, .shared = s->shared, .timeout_ms = 1000};
+    ql_rank_setup set = {.be = counted(), .world = world, .shared = s->shared, .timeout_ms = 1000};
     ql_mem *m = NULL;
     QL_TRY(ql_mem_open(&s->spec, 0, &m));
     set.host_bytes = ql_mem_host_base(m);
@@ -78,7 +102,7 @@ static int64_t token_flops(const setting *s, int64_t keys)
     const ql_shape *sh = &s->rank->mem->shape;
     const ql_config *c = sh->cfg;
     const ql_head *h = &s->rank->mem->head;
-    int64_t t = s->spec.round, sum = 0, mine = ql_min64(h->vocab - h->first * h->piece, h->count * h->piece);
+    int64_t t = QL_DECODE_ROWS, sum = 0, mine = ql_min64(h->vocab - h->first * h->piece, h->count * h->piece);
     for (int g = 0; g < QL_GROUPS; g++) {
         const ql_group_shape *gs = &sh->group[g];
         sum += 2 * t * gs->n * (gs->k + gs->r) + 2 * t * gs->r * gs->k;
@@ -91,7 +115,19 @@ static int64_t token_flops(const setting *s, int64_t keys)
     return sum + 2 * QL_DECODE_ROWS * mine * c->hidden;
 }
 
-enum { NEW = 11 };
+enum { NEW = 11, SOME = 7 };
+
+/* Of the layers that are 4-bit throughout. */
+static int64_t few_linears(const setting *s)
+{
+    int64_t n = 0;
+    for (int64_t l = 0; l < s->model->cfg.layers; l++) {
+        int all = 1;
+        for (int i = 0; i < QL_LINEARS; i++) all &= s->rank->mem->blob[l].lin[i].nf4;
+        n += all ? QL_LINEARS : 0;
+    }
+    return n;
+}
 
 static void check_work(const char *family, ql_store_kind store, int world)
 {
@@ -106,12 +142,24 @@ static void check_work(const char *family, ql_store_kind store, int world)
         for (int64_t k = 1; k < NEW; k++) want += token_flops(&s, len + k);
         CHECK_MSG(all.flops - one.flops == want, "%s, store %d, prompt of %lld: %d tokens cost %lld flops, %lld are theirs", family, (int)store,
                   (long long)len, NEW - 1, (long long)(all.flops - one.flops), (long long)want);
-        /* Eight at a time are the rows of the same products. */
-        ql_null_counts eight = cost(&s, QL_DECODE_ROWS, len, 1), long_eight = cost(&s, QL_DECODE_ROWS, len, NEW);
-        CHECK_INT(long_eight.flops - eight.flops, want);
-        CHECK_INT(eight.flops, 8 * one.flops);
-        CHECK_INT(long_eight.calls - eight.calls, all.calls - one.calls);
+        /* Several at a time are the rows of the same products. */
+        ql_null_counts some = cost(&s, SOME, len, 1), long_some = cost(&s, SOME, len, NEW);
+        CHECK_INT(long_some.flops - some.flops, want);
+        CHECK_INT(some.flops, SOME * one.flops);
+        CHECK_INT(long_some.calls - some.calls, all.calls - one.calls);
     }
+    /* 4-bit bytes are read as they rest: once for a token of up to eight sequences, and written nowhere. */
+    int64_t want = store == QL_STORE_RESIDENT16 ? 0 : few_linears(&s);
+    cost(&s, 3, 20, 1);
+    int64_t before = few_calls, whole = dequants;
+    cost(&s, 3, 20, NEW);
+    CHECK_INT(few_calls - before, (NEW - 1) * want);
+    cost(&s, 3, 20, 2 * NEW);
+    CHECK_INT(few_calls - before, (3 * NEW - 2) * want);
+    before = dequants - whole; /* two times the prompts */
+    whole = dequants;
+    cost(&s, 3, 20, 1);
+    if (few_linears(&s) == s.model->cfg.layers * QL_LINEARS) CHECK_INT(before, 2 * (dequants - whole));
     finish(&s);
 }
 
@@ -132,7 +180,7 @@ TEST(a_prompt_runs_once)
     setting s;
     CHECK_OK(start(&s, "llama", QL_STORE_RESIDENT, 1));
     if (!s.rank) return;
-    int64_t attention = 0, linear = token_flops(&s, 0) - 2 * QL_DECODE_ROWS * s.model->cfg.vocab * s.model->cfg.hidden;
+    int64_t attention = 0, linear = 2 * token_flops(&s, 0) - 4 * QL_DECODE_ROWS * s.model->cfg.vocab * s.model->cfg.hidden;
     int64_t per_key = 4 * s.model->cfg.layers * s.model->cfg.heads * s.model->cfg.head_dim;
     ql_null_counts c = cost(&s, 1, 150, 1); /* 64 + 64 + 22 rows, the last as 32 */
     attention = 64 * ((64 + 1) / 2) + 64 * (128 - 32) + 32 * (150 - 11); /* the null backend's count of keys */
