@@ -17,7 +17,7 @@ typedef struct {
     char why[RANKS][600];
     double rate[RANKS][2];  /* GB/s received: all_gather, all_to_all */
     int64_t memory[RANKS];  /* bytes of the process on its GPU that NCCL took */
-    char room[4096];        /* the comm table's */
+    _Alignas(64) char room[4096]; /* the comm table's */
 } meeting_place;
 
 typedef struct {
@@ -250,6 +250,7 @@ static ql_status groups(seat *s)
             QL_TRY(s->t->recv(s->c, s->s, ql_vec(out + (2 * p + m) * N, QL_I32, N), p));
         }
     QL_TRY(s->t->group_end(s->c));
+    QL_TRY(s->t->land(s->c, NULL));
     QL_TRY(fetch(s, out, 2 * N * s->world * 4, (void **)&got));
     for (int p = 0; p < s->world; p++)
         for (int64_t i = 0; i < 2 * N && p != s->rank; i++)
@@ -259,6 +260,7 @@ static ql_status groups(seat *s)
     QL_TRY(s->t->send(s->c, s->s, ql_vec(in, QL_I32, 10), next));
     QL_TRY(s->t->recv(s->c, s->s, ql_vec(out, QL_I32, 10), before));
     QL_TRY(s->t->group_end(s->c));
+    QL_TRY(s->t->land(s->c, NULL));
     QL_TRY(fetch(s, out, 40, (void **)&got));
     if (got[9] != value(before, 9)) WRONG("a ring", 10);
     free(got);
