@@ -350,13 +350,15 @@ out:
  * ----------------------------------------------------------------------------------------- */
 
 /* The same samples per step on one device: its share of micro-batches is everybody's. */
-static ql_status one_device(ql_job *job, int64_t world)
+static ql_status one_device(ql_job *job, const json_t *start)
 {
     const char *devices = ql_job_str(job, "devices");
+    int64_t world = ql_jint(start, "world", 1);
     int64_t g = ql_job_int(job, "gradient_accumulation_steps");
     if (world > 1 && g > INT64_MAX / world)
         QL_FAIL(QL_EINVAL, "gradient_accumulation_steps %lld is too large", (long long)g);
-    int cpu = (devices && strncmp(devices, "cpu", 3) == 0) || ql_job_bool(job, "use_cpu");
+    /* "auto" was the processor where there was no GPU. */
+    int cpu = strcmp(ql_jstr(start, "backend", ""), "cpu") == 0 || (devices && strncmp(devices, "cpu", 3) == 0) || ql_job_bool(job, "use_cpu");
     const char *one = cpu ? "cpu" : "0";
     char first[16] = "";
     /* "2,3" or "cuda:2,3": the first of those the run had. */
@@ -439,8 +441,7 @@ ql_status ql_verb_baseline(ql_magics *m, const ql_call *call, json_t **out)
     QL_TRY(ql_session_run_path(m, of, &theirs));
     QL_GO(ql_session_run_report(m, of, &report));
     QL_GO(ql_session_run_job(m, theirs, &job));
-    int64_t world = ql_jint(json_object_get(report, "start"), "world", 1);
-    QL_GO(one_device(job, world));
+    QL_GO(one_device(job, json_object_get(report, "start")));
     QL_GO(baseline_name(m, ql_jstr(report, "name", "run"), name, sizeof name, &path));
     snprintf(line, sizeof line,
              "baseline: one device, gradient_accumulation_steps %lld, so that a step is the same "

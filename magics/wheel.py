@@ -112,7 +112,7 @@ def attempt(wheel):
               f"installed in {took:.1f} s; needs glibc {max(v for _, v in found)[0]}.{max(v for _, v in found)[1]} and "
               f"{', '.join(sorted(set().union(*(l for l, _ in found))))}")
         if not any(i.filename.endswith("libqlora-cuda.so") for i in z.infolist()):
-            print("no CUDA backend inside: there was no nvcc")
+            print("no CUDA backend inside: there was no nvcc, or CUDA=0")
 
 
 # ---- the build backend -----------------------------------------------------------------------------
