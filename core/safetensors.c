@@ -401,6 +401,16 @@ uint64_t ql_st_stamp(const ql_st *st)
     return h;
 }
 
+const char *ql_st_cut(const ql_st *st)
+{
+    struct stat s;
+    for (int i = 0; st && i < st->files; i++) {
+        const st_file *f = &st->file[i];
+        if (stat(f->path, &s) == 0 && (int64_t)s.st_ino == f->id[1] && s.st_size < (off_t)f->size) return f->path;
+    }
+    return NULL;
+}
+
 void ql_st_close(ql_st *st)
 {
     if (!st) return;

@@ -31,6 +31,8 @@ int ql_st_files(const ql_st *st);
 const char *ql_st_path(const ql_st *st, int file);
 /* Another one when any of the files was written anew. */
 uint64_t ql_st_stamp(const ql_st *st);
+/* A file that is shorter than when it was opened: who reads what it lacks is ended by SIGBUS. NULL: none. */
+const char *ql_st_cut(const ql_st *st);
 /* __metadata__ of the first file; NULL: not there. */
 const char *ql_st_meta(const ql_st *st, const char *key);
 /* Gives the pages of [p, p + n) back; they stay in the page cache. */

@@ -193,7 +193,7 @@ static void take_event(session *s, relay *r, int rank, json_t *e)
 /* The end of a run whose rank cannot say so itself. fmt: rank, its device, `why`, where. */
 static void end_for(session *s, relay *r, int rank, const char *why, const char *advice)
 {
-    char text[512], where[96];
+    char text[1024], where[96];
     const ql_rank_state *k = &ql_ranks_shared(s->ranks)->rank[rank];
     ql_rank_where(k, where, sizeof where);
     snprintf(text, sizeof text, "rank %d (%s) %s, at %s. %s", rank, k->name, why, where, advice);
@@ -241,13 +241,15 @@ static void check_ranks(session *s, relay *r)
     double now = ql_now();
     if (dead >= 0) drain(s, r, dead); /* its last words, which say more than its status */
     if (dead >= 0 && !r->done[dead]) {
-        char why[160];
+        char why[160], lost[400];
         r->left--;
         r->done[dead] = 1;
         snprintf(why, sizeof why, "died: %s", how);
+        const char *cut = s->placed ? ql_st_cut(s->placed->model->files) : NULL;
+        if (cut) snprintf(lost, sizeof lost, "%.300s was cut short while it was in use: it has to be whole again before the next command", cut);
         if (!ql_ranks_shared(s->ranks)->abort && !r->end)
-            end_for(s, r, dead, why, "Finished steps are safe in the run's checkpoints: `resume` goes on from the last one. The next command "
-                    "starts fresh ranks");
+            end_for(s, r, dead, why, cut ? lost : "Finished steps are safe in the run's checkpoints: `resume` goes on from the last one. The next "
+                    "command starts fresh ranks");
         ql_ranks_shared(s->ranks)->abort = 1;
     }
     int64_t beat = ql_ranks_beat(s->ranks);

@@ -2,12 +2,14 @@
 nothing left behind, and what was saved goes on to the same bits."""
 import os
 import pathlib
+import shutil
 import signal
 import time
 
 import pytest
-from test_engine import BUILD, ENDS, Engine, alive, children
+from test_engine import BUILD, ENDS, ROOT, Engine, alive, children
 
+TINY = ROOT / "notebooks" / "tiny"
 PROGRAM = str(BUILD / "tests" / "faulty_engine")
 # Everything a data-parallel step can consist of; and a pipeline's.
 ACTIONS = "GATHER RELEASE BATCH F HEAD R B SAVE LOAD PIECE JOIN REDUCE STEP".split()
@@ -76,6 +78,22 @@ def test_a_rank_stalls_at_an_action(tmp_path, rank, action):
     # In a collective that has begun everywhere nobody is behind.
     either = end["rank"] if action in ("GATHER", "REDUCE", "STEP") else rank
     assert took < 6 and named(end, either, action) and "deadline_ms" in end["text"], end
+
+
+def test_a_model_file_is_cut_short_in_use(tmp_path):
+    """Reading what a mapped file lacks is SIGBUS: the error names the file."""
+    model = tmp_path / "tiny"
+    shutil.copytree(TINY, model)
+    e = Engine(tmp_path)
+    e.train(model=str(model), fsdp=True)
+    e.until("step", when=lambda s: s["step"] == 2)
+    since = time.monotonic()
+    os.truncate(model / "model.safetensors", 4096)
+    end = e.until(*ENDS)
+    assert end["ev"] == "error" and time.monotonic() - since < 6, end
+    assert "signal 7" in end["text"] and "model.safetensors was cut short" in end["text"] and end["step"] >= 2, end
+    e.works()  # of a whole model
+    e.close()
 
 
 @pytest.fixture(scope="module")

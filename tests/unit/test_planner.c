@@ -148,6 +148,17 @@ TEST(auto_finds_what_fits)
     CHECK(fitted >= 12 && only_saved >= 1);
 }
 
+static double packed_bytes(const ql_model *m)
+{
+    double sum = 0;
+    for (int w = 0; w < QL_LINEARS; w++) {
+        int64_t n, k;
+        ql_linear_shape(&m->cfg, (ql_linear)w, &n, &k);
+        sum += (double)n * (double)k * (0.5 + 1.0 / 64 + 4.0 / (64 * 256));
+    }
+    return sum * (double)m->cfg.layers;
+}
+
 /* Every device byte through the table of a backend that only counts, for all models: what was counted before. */
 TEST(the_null_backend_counts_what_was_planned)
 {
@@ -189,7 +200,13 @@ TEST(the_null_backend_counts_what_was_planned)
                 base = counted.by_cat[QL_CAT_BASE];
                 for (int l = 0; l < t->spec.choice.layers; l++) all_ranks += rank->mem->blob[l].parts * rank->mem->blob[l].part_bytes;
                 /* Shards: 1/W of the packed bytes on each. */
-                if (i == 1 || i == 2) CHECK_INT(base * cases[i].world, all_ranks);
+                if (i == 1 || i == 2) {
+                    /* Of the bytes that NF4 takes by its definition: half a byte, a scale for 64 weights, a scale of scales for 256 of them. */
+                    double packed = packed_bytes(t->model), slots = (double)counted.by_cat[QL_CAT_GATHER];
+                    CHECK_INT(base * cases[i].world, all_ranks);
+                    CHECK_CLOSE((double)base * cases[i].world / packed, 1, 0.002);
+                    CHECK_CLOSE(slots / (2 * packed / (double)t->model->cfg.layers), 1, 0.002);
+                }
                 all_ranks = 0;
                 ql_rank_close(rank);
             }
