@@ -1,5 +1,6 @@
 #include "core/bench.h"
 
+#include "core/hash.h"
 #include "core/nf4.h"
 #include "core/train.h"
 #include "kernels/half.h"
@@ -34,7 +35,7 @@ typedef struct {
     sizes size;
     double copy_rate;            /* GB/s of a device copy: what the decoder is held against */
     decoder *decoder;
-    json_t *rows, *seconds;
+    json_t *rows, *seconds, *weight; /* weight: what another program needs to decode the same one */
     char text[4096];             /* to paste */
     size_t used;
 } bench;
@@ -377,6 +378,8 @@ static ql_status decoders(bench *b)
     snprintf(text, sizeof text, "%.3f ms: scales decoded beforehand, fp32 in memory, then a cast; %s", two * 1e3,
              wrong_two ? "NOT the host's bits" : "same bits");
     QL_GO(rank_row(b, "NF4 naive", (double)moved / two / 1e9, "GB/s", b->copy_rate, text));
+    b->weight = json_pack("{s:I,s:I,s:I,s:I,s:f}", "rows", (json_int_t)b->size.rows, "cols", (json_int_t)b->size.cols, "bytes", (json_int_t)moved,
+                          "crc32", (json_int_t)ql_crc32(d.want, (size_t)n * 2), "copy", b->copy_rate);
     QL_GO(rank_row(b, "one kernel is faster by", two / one, "times", 0, ""));
     if (wrong_one || wrong_two)
         st = ql_fail(QL_EINTERNAL, "bench: the NF4 decoder of %s gives %lld (naive: %lld) of %lld values other bits than the host's", b->be->name,
@@ -468,7 +471,8 @@ static ql_status run(bench *b, const json_t *command, json_t **out)
     QL_TRY(loaded(b, seconds));
     QL_TRY(next_part(b, "done", PARTS, PARTS));
     per_second(b);
-    *out = json_pack("{s:s,s:O,s:O,s:s}", "device", device, "rows", b->rows, "seconds", b->seconds, "text", b->text);
+    *out = json_pack("{s:s,s:s,s:O,s:O,s:O,s:s}", "device", device, "backend", b->be->name, "rows", b->rows, "seconds", b->seconds, "weight",
+                     b->weight, "text", b->text);
     return *out ? QL_OK : ql_fail(QL_ENOMEM, "no memory for the result");
 }
 
@@ -487,6 +491,7 @@ int ql_bench_main(ql_rank_process *p)
         close_all(&b);
         json_decref(b.rows);
         json_decref(b.seconds);
+        json_decref(b.weight);
         ql_worker_finish(p, c, st, out);
         json_decref(c);
         if (st != QL_OK && st != QL_ESTOP) {

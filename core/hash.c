@@ -147,3 +147,17 @@ uint64_t ql_hash64(uint64_t seed, const void *data, size_t n)
     h = (h ^ h >> 29) * P3;
     return h ^ h >> 32;
 }
+
+/* ---- CRC-32 -------------------------------------------------------------------------------------- */
+
+uint32_t ql_crc32(const void *data, size_t n)
+{
+    uint32_t table[256], crc = 0xffffffffu;
+    const unsigned char *p = data;
+    for (uint32_t i = 0; i < 256; i++) {
+        table[i] = i;
+        for (int k = 0; k < 8; k++) table[i] = table[i] & 1 ? 0xedb88320u ^ table[i] >> 1 : table[i] >> 1;
+    }
+    for (size_t i = 0; i < n; i++) crc = table[(crc ^ p[i]) & 255] ^ crc >> 8;
+    return ~crc;
+}

@@ -22,4 +22,7 @@ void ql_sha_end(ql_sha *s, char hex[65]); /* 40 or 64 digits */
 /* XXH64: for bytes that nobody forges, at the speed of memory. Runs are chained by giving one's hash as the next one's seed. */
 uint64_t ql_hash64(uint64_t seed, const void *data, size_t n);
 
+/* As zlib and PNG have it: what other programs can be asked for. */
+uint32_t ql_crc32(const void *data, size_t n);
+
 #endif

@@ -138,7 +138,7 @@ ql_status ql_run_report(const char *path, json_t **out);
  *   {"ev":"done","id":n,"result":{…}}                                           ends the command
  * Results. train: {"run","step","train_loss","train_runtime","tokens_per_second","adapter":PATH,"log_history":[…]}; eval: HF's eval record;
  * generate: {"texts":[…],"base":[…],"tokens":[[id…]…],"base_tokens":[…]}; verify: {"checks":[{"name","ok","text"}…],"layers":[{"layer","hash","file","ok"}…]}; memory: as the event of
- * that name; bench: {"device","rows":[{"name","value","unit","of_peak","each":[…],"text"}…],"seconds":[{"t","tflops","clock","power",
+ * that name; bench: {"device","backend","weight":{"rows","cols","bytes","crc32","copy"},"rows":[{"name","value","unit","of_peak","each":[…],"text"}…],"seconds":[{"t","tflops","clock","power",
  * "temperature"}…],"text": to paste}; merge: {"path","decoded","bytes","tensors","merged","dtype"}. */
 
 #define QL_ENGINE_FD 3

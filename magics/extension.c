@@ -159,6 +159,17 @@ static json_t *host_libraries(void *self)
     return host_json("libraries");
 }
 
+static json_t *host_bitsandbytes(void *self, const json_t *weight)
+{
+    (void)self;
+    PyObject *text = json_to_python(weight), *r = text ? PyObject_CallMethod(the.host, "bitsandbytes", "O", text) : NULL;
+    json_t *v = json_from_python(r);
+    Py_XDECREF(r);
+    Py_XDECREF(text);
+    PyErr_Clear();
+    return v;
+}
+
 static json_t *host_hub(void *self)
 {
     (void)self;
@@ -224,6 +235,7 @@ static PyObject *core_open(PyObject *module, PyObject *args)
                  .chart = host_chart,
                  .variable = host_variable,
                  .libraries = host_libraries,
+                 .bitsandbytes = host_bitsandbytes,
                  .hub = host_hub,
                  .push = host_push,
                  .event = host_event};

@@ -34,6 +34,9 @@ typedef struct {
     /* The host's own libraries for `info`: {"Python": "3.12.1", "matplotlib": "3.10.0" or null, …}.
      * NULL: none. */
     json_t *(*libraries)(void *self);
+    /* bench's weight through the host's bitsandbytes, {"rows","cols","backend"} → {"version","seconds","crc32"}; NULL or a null: it has
+     * none. */
+    json_t *(*bitsandbytes)(void *self, const json_t *weight);
     /* How to reach the hub, asked at each download: {"cache": folder, "endpoint", "token", "offline"}, all but the first may be
      * missing. NULL: names on the hub are not looked up. */
     json_t *(*hub)(void *self);

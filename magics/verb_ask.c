@@ -73,14 +73,41 @@ out:
     return st;
 }
 
+/* The same weight through the notebook's bitsandbytes, as one more row and line. */
+static void add_bitsandbytes(const ql_host *host, json_t *result)
+{
+    json_t *weight = json_object_get(result, "weight"), *r = NULL;
+    if (!host->bitsandbytes || !weight) return;
+    json_object_set(weight, "backend", json_object_get(result, "backend"));
+    r = host->bitsandbytes(host->self, weight);
+    double seconds = ql_jnum(r, "seconds", 0), copy = ql_jnum(weight, "copy", 0);
+    if (seconds > 0) {
+        double rate = ql_jnum(weight, "bytes", 0) / seconds / 1e9;
+        int same = ql_jint(r, "crc32", -1) == ql_jint(weight, "crc32", -2);
+        char text[120];
+        ql_buf line = {0};
+        snprintf(text, sizeof text, "%.3f ms on one device, by bitsandbytes %.20s; %s", seconds * 1e3, ql_jstr(r, "version", "?"),
+                 same ? "same bits" : "NOT the same bits");
+        json_t *row = json_pack("{s:s, s:f, s:s, s:s}", "name", "NF4 in bitsandbytes", "value", rate, "unit", "GB/s", "text", text);
+        if (copy > 0) json_object_set_new(row, "of_peak", json_real(rate / copy));
+        json_array_append_new(json_object_get(result, "rows"), row);
+        ql_buf_printf(&line, "%s%-24s %10.4g GB/s  %s\n", ql_jstr(result, "text", ""), "NF4 in bitsandbytes", rate, text);
+        json_object_set_new(result, "text", ql_buf_json(&line));
+        ql_buf_free(&line);
+    }
+    json_decref(r);
+}
+
 ql_status ql_verb_bench(ql_magics *m, const ql_call *call, json_t **out)
 {
     json_t *result = NULL,
            *cmd = json_pack("{s:s, s:o, s:I}", "cmd", "bench", "job", ql_job_json(m->job),
-                            "seconds", (json_int_t)ql_call_int(call, "seconds", 10));
+                            "seconds", (json_int_t)ql_call_int(call, "seconds", 60));
     ql_status st = ql_session_ask(m, cmd, "bench", &result, NULL);
-    if (st == QL_OK)
+    if (st == QL_OK) {
+        add_bitsandbytes(&m->host, result);
         st = ql_result("bench", "qlora bench", json_incref(result), ql_view_bench(result), out);
+    }
     json_decref(cmd);
     json_decref(result);
     return st;

@@ -12,7 +12,7 @@
  */
 
 static const ql_option bench_options[] = {
-    {"seconds", QL_ARG_INT, "10", NULL, "how long the matmul runs while clocks and watts are read"},
+    {"seconds", QL_ARG_INT, "60", NULL, "how long the matmul runs while clocks and watts are read"},
     {0}};
 static const ql_option config_options[] = {
     {"all", QL_ARG_FLAG, NULL, NULL, "every setting, not only what was changed"},
@@ -71,7 +71,8 @@ static const ql_verb table[] = {
      "%qlora info"},
     {"bench", "", QL_ARG_NONE, 0, 0, QL_BODY_NONE, QL_TAKES_NONE, bench_options, ql_verb_bench,
      "measure copy, matmul, links and the NF4 kernel on this machine",
-     "Ends in a block that can be pasted into a report.", "%qlora bench --seconds 10"},
+     "Beside bitsandbytes, where this notebook's Python has it. Ends in a block that can be pasted into a report.",
+     "%qlora bench --seconds 10"},
     {"load", "MODEL", QL_ARG_MODEL, 1, 1, QL_BODY_NONE, QL_TAKES_KEPT, NULL, ql_verb_load,
      "choose the model: a folder, a name on the hub, or `tiny`",
      "Reads configuration and headers only. Weights go to the devices at the first train, eval or "

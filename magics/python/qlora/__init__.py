@@ -260,6 +260,19 @@ class _Host:
             self.in_calls = False
         return _json.dumps({"url": str(repo), "repo": repo.repo_id, "commit": info.oid})
 
+    def bitsandbytes(self, text):
+        import importlib.util
+        if not (importlib.util.find_spec("bitsandbytes") and importlib.util.find_spec("torch")):
+            return None
+        import subprocess
+        w = _json.loads(text)
+        args = [_sys.executable, str(_Path(__file__).with_name("bnb_bench.py")), str(w["rows"]), str(w["cols"]), w["backend"]]
+        try:
+            r = subprocess.run(args, capture_output=True, text=True, timeout=120)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return r.stdout.strip().splitlines()[-1] if r.returncode == 0 and r.stdout.strip() else None
+
     def libraries(self):
         from importlib import metadata
         found = {"Python": ".".join(map(str, _sys.version_info[:3]))}
