@@ -264,7 +264,8 @@ static ql_status pick_stages(chooser *c)
     char text[96] = "";
     int n = 0;
     if (ch->world > ch->layers)
-        QL_FAIL(QL_EINVAL, "a pipeline of %d stages needs as many layers, this model has %d: fewer --devices, or --pipeline off", ch->world, ch->layers);
+        QL_FAIL(QL_EINVAL, "a pipeline of %d stages needs as many layers, this model has %d: fewer --devices, or --pipeline off", ch->world,
+                ch->layers);
     ql_cost_cut(c->s, c->s->rows);
     for (int r = 0; r < ch->world; r++)
         n += snprintf(text + n, sizeof text - (size_t)n, "%s%d", r ? ", " : "", ch->cut[r + 1] - ch->cut[r]);

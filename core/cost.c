@@ -77,7 +77,8 @@ static double pipe_seconds(const ql_spec *s, const ql_mem *m, int64_t length, co
 {
     const ql_choice *ch = &s->choice;
     const ql_config *cfg = &s->model->cfg;
-    ql_choice c = {.world = ch->world, .layers = ch->world, .g = ch->g, .pieces = 1, .schedule = ch->schedule, .train = ch->train, .first = ch->world};
+    ql_choice c = {.world = ch->world, .layers = ch->world, .g = ch->g, .pieces = 1, .schedule = ch->schedule, .train = ch->train};
+    c.first = ch->world;
     ql_pipe_times t = {.head = ql_cost_head(cfg, s->rows, ch->train) / r->flops};
     ql_pipe_result out;
     t.message = (double)(s->rows * cfg->hidden) * (double)ql_dtype_size(s->res) / r->link;

@@ -108,7 +108,8 @@ static ql_status do_recompute(sim *s, const ql_action *a)
 {
     int ahead = ql_plan_ahead(s->c, s->p->rank, a->layer);
     if (s->c->keep[a->layer] == QL_KEEP_ALL) return bad(s, "recomputes what is kept");
-    if (ahead ? s->done[a->mb] != 1 || s->next[a->mb] != s->hi : s->done[a->mb] != 2) return bad(s, ahead ? "before its forward" : "before its loss");
+    if (ahead && (s->done[a->mb] != 1 || s->next[a->mb] != s->hi)) return bad(s, "before its forward");
+    if (!ahead && s->done[a->mb] != 2) return bad(s, "before its loss");
     if (!ahead && s->next[a->mb] != a->layer) return bad(s, "layers out of order");
     if (*h_of(s, a->mb, a->layer) != H_DEVICE) return bad(s, "its input is not on the device");
     QL_TRY(base_ready(s, a));
@@ -202,7 +203,8 @@ static ql_status do_post(sim *s, const ql_action *a)
     switch ((ql_do)a->what) {
     case QL_DO_RECV_H:
         bit = H_ASKED;
-        if (before >= 0 && (s->c->train ? s->done[before] != 3 : s->done[before] != 2 && s->next[before] != s->hi)) return bad(s, "its buffer is still used");
+        if (before >= 0 && (s->c->train ? s->done[before] != 3 : s->done[before] != 2 && s->next[before] != s->hi))
+            return bad(s, "its buffer is still used");
         break;
     case QL_DO_SEND_H:
         bit = H_SENT;
