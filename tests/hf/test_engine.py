@@ -127,13 +127,14 @@ def test_training_from_a_peft_adapter(tmp_path, family, seed):
     wrapped = ref.attach(copy.deepcopy(case.model_nf4), case.gen, **{**case.lora, "rank_pattern": {
         f"layers.0.*.{case.lora['target_modules'][0]}": 3}, "alpha_pattern": {case.lora["target_modules"][-1]: 5}})
     ref.save_adapter(wrapped, str(tmp_path / "adapter"))
-    job = {**train_job(case, case.folder_nf4, 7, adapter=str(tmp_path / "adapter")), "max_steps": 5}
+    # Slowly: where a gradient is little more than rounding Adam takes whole steps, and B is large from the start here.
+    job = {**train_job(case, case.folder_nf4, 7, adapter=str(tmp_path / "adapter")), "max_steps": 5, "learning_rate": RATE / 5}
     job = {k: v for k, v in job.items() if k not in case.lora}
     with Engine() as engine:
         out = engine.run("train", job=job, run=str(tmp_path / "run"))
     steps = [e for e in out["events"] if e["ev"] == "step"]
     trained = peft.PeftModel.from_pretrained(copy.deepcopy(case.model_nf4), str(tmp_path / "adapter"), is_trainable=True)
-    losses, norms = models.train(trained, case.rows, 7, 5, BATCH, ACCUMULATION, RATE, WARMUP, 1.0, 0.01)
+    losses, norms = models.train(trained, case.rows, 7, 5, BATCH, ACCUMULATION, RATE / 5, WARMUP, 1.0, 0.01)
     assert models.relative([loss_of(e) for e in steps], losses) < 1e-5
     assert models.relative([e["grad_norm"] for e in steps], norms) < 1e-4
     again = peft.PeftConfig.from_pretrained(out["adapter"])
