@@ -111,7 +111,7 @@ static int64_t lay_out(decoder *g, const feed *f, int count, ql_batch *b, int32_
     }
     for (int i = count; i < QL_DECODE_ROWS; i++) meta[4][i] = -1;
     b->tokens = at;
-    int few = g->r->q.ops->nf4_matmul && longest_feed(f, count) == 1; /* a token each */
+    int few = longest_feed(f, count) == 1; /* a token each */
     b->T = few ? QL_DECODE_ROWS : ql_round_up(at, g->r->spec->round);
     for (; at < b->T; at++) g->ids[at] = 0, g->pos[at] = 0, g->slot[at] = -1;
     return longest;

@@ -123,7 +123,7 @@ static ql_status place_base(ql_rank *r, int64_t layer, int slot, int few, ql_scr
     void *parts[QL_MAX_PARTS];
     *out = c->store[layer] == QL_STORE_RESIDENT16 ? &m->own[layer] : &m->scratch;
     *packed = NULL;
-    few = few && r->q.ops->nf4_matmul && c->store[layer] != QL_STORE_RESIDENT16;
+    few = few && c->store[layer] != QL_STORE_RESIDENT16;
     if ((*out)->layer == layer && !few) return QL_OK;
     if (c->store[layer] == QL_STORE_RESIDENT) {
         parts[0] = m->base[layer];

@@ -279,7 +279,6 @@ ql_status ql_nf4_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_
         QL_TRY(want(op, ARG(bias), 1, w->rows, ONE(a.dtype)));
         QL_TRY(apart(op, ARG(out), ARG(bias)));
     }
-    if (!q->ops->nf4_matmul) QL_FAIL(QL_ENOSUP, "%s: the backend %s has none", op, q->ops->name);
     return empty(out) ? QL_OK : q->ops->nf4_matmul(q, out, a, w, c, bias);
 }
 

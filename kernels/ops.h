@@ -223,8 +223,7 @@ struct ql_ops {
 
     /* ---- few rows: text, a token at a time ---- */
     /* out (M, N) = a (M, K) wᵀ [+ c] [+ bias] for M ≤ QL_FEW_ROWS, as matmul would on nf4_dequant's values in a's dtype; w is read as it
-     * rests, 4 bits a weight, and is written nowhere. A row's result does not depend on M. NULL in a table that has none: its callers
-     * dequantise and multiply. */
+     * rests, 4 bits a weight, and is written nowhere. A row's result does not depend on M. */
     ql_status (*nf4_matmul)(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c, ql_tensor bias);
 };
 

@@ -26,9 +26,10 @@ static __device__ __forceinline__ int warpgroup(void)
 {
     return __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0);
 }
-/* A consumer warp has done with a stage. */
+/* A consumer warp has done with a stage: all of its lanes have, before one says so. */
 static __device__ __forceinline__ void release(unsigned bar)
 {
+    __syncwarp();
     if (threadIdx.x % 32 == 0) bar_arrive(bar);
 }
 

@@ -115,7 +115,7 @@ const ql_ops cu_ops_table = {
     cu_rmsnorm_dx,   cu_rope,         cu_swiglu,       cu_swiglu_dx,    cu_dropout,     cu_dropout_add,
     cu_attention,    cu_attention_dx, cu_ce_stats,     cu_ce_join,      cu_ce_loss,     cu_ce_grad,
     cu_sum,          cu_norm_parts,   cu_clip,         cu_adamw,        cu_adamw8,
-    nullptr, /* nf4_matmul: callers dequantise */
+    cu_nf4_matmul,
 };
 
 extern "C" {

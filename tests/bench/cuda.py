@@ -83,8 +83,8 @@ def steps(m8, m1, long, count):
     train = [sys.executable, "tests/bench/train.py"]
     say("\n## Whole steps, one GPU\n")
     run("8B steps", [*train, m8, *jobs(
-        ("8B 4×2048 bf16, ≤ 10.5 GiB", {**one, **FOUR, **BF16, "device_memory": "11.2GiB", "bar": 13000}),
-        ("8B 4×2048 fp16 + scaler, ≤ 10.5 GiB", {**one, **FOUR, "dtype": "float16", "device_memory": "11.2GiB", "bar": 12500}),
+        ("8B 4×2048 bf16, ≤ 10.5 GiB", {**one, **FOUR, **BF16, "device_memory": "11.1GiB", "bar": 13000}),
+        ("8B 4×2048 fp16 + scaler, ≤ 10.5 GiB", {**one, **FOUR, "dtype": "float16", "device_memory": "11.1GiB", "bar": 12500}),
         ("8B 4×2048 bf16, ≤ 40 GiB", {**one, **FOUR, **BF16, "device_memory": "40.7GiB", "bar": 18000}),
         ("8B 1×2048 bf16", {**one, **ONE, **BF16, "bar": 16000}),
         ("8B 1×8192 bf16", {**one, **ONE, **BF16, "train_data": f"{long}/train.data", "bar": 14500}),

@@ -153,7 +153,8 @@ static void bench_links(void)
 
 typedef struct {
     ql_nf4 w[6];
-    ql_tensor out[6];
+    ql_tensor out[6], x; /* x, then out: of nf4_matmul */
+    ql_tensor code, code2;
 } weights;
 
 static ql_status run_nf4(void *ctx, int round)
@@ -161,33 +162,65 @@ static ql_status run_nf4(void *ctx, int round)
     weights *x = ctx;
     return ql_nf4_dequant(&q, &x->out[round % 6], &x->w[round % 6], 1);
 }
+static ql_status run_few(void *ctx, int round)
+{
+    weights *x = ctx;
+    return ql_nf4_matmul(&q, x->out[round % 6], x->x, &x->w[round % 6], QL_NONE, QL_NONE);
+}
+
+static void weights_open(weights *x, ql_dtype t, int64_t rows, int64_t cols)
+{
+    int64_t n = rows * cols;
+    x->code = random_mat(QL_F32, 1, 16, 16, 1), x->code2 = random_mat(QL_F32, 1, 256, 256, 1);
+    for (int i = 0; i < 6; i++) {
+        ql_tensor absmax2 = random_mat(QL_F32, 1, ql_ceil_div(n, 64 * 256), ql_ceil_div(n, 64 * 256), 1);
+        /* packed and absmax8: any bytes; those of random floats are varied enough */
+        ql_tensor packed = random_mat(QL_F32, 1, n / 8, n / 8, 1), absmax = random_mat(QL_F32, 1, n / 256, n / 256, 1);
+        x->w[i] = (ql_nf4){.rows = rows, .cols = cols, .part = n, .parts = 1, .block = 64, .block2 = 256};
+        x->w[i].packed[0] = packed.data, x->w[i].absmax[0] = absmax.data, x->w[i].absmax2[0] = absmax2.data;
+        x->w[i].code = x->code.data, x->w[i].code2 = x->code2.data, x->w[i].offset = 0.03f, x->w[i].state = t;
+    }
+}
+
+static void weights_close(weights *x)
+{
+    for (int i = 0; i < 6; i++) {
+        put_back(x->out[i].data), put_back((void *)(uintptr_t)x->w[i].packed[0]);
+        put_back((void *)(uintptr_t)x->w[i].absmax[0]), put_back((void *)(uintptr_t)x->w[i].absmax2[0]);
+    }
+    put_back(x->code.data), put_back(x->code2.data);
+}
 
 static void bench_nf4(ql_dtype t, int64_t rows, int64_t cols, double bar)
 {
     char what[96];
     weights x;
     int64_t n = rows * cols, ld = cols + 16;
-    ql_tensor code = random_mat(QL_F32, 1, 16, 16, 1), code2 = random_mat(QL_F32, 1, 256, 256, 1);
-    for (int i = 0; i < 6; i++) {
-        ql_tensor absmax2 = random_mat(QL_F32, 1, ql_ceil_div(n, 64 * 256), ql_ceil_div(n, 64 * 256), 1);
-        /* packed and absmax8: any bytes; those of random floats are varied enough */
-        ql_tensor packed = random_mat(QL_F32, 1, n / 8, n / 8, 1), absmax = random_mat(QL_F32, 1, n / 256, n / 256, 1);
-        x.w[i] = (ql_nf4){.rows = rows, .cols = cols, .part = n, .parts = 1, .block = 64, .block2 = 256};
-        x.w[i].packed[0] = packed.data, x.w[i].absmax[0] = absmax.data, x.w[i].absmax2[0] = absmax2.data;
-        x.w[i].code = code.data, x.w[i].code2 = code2.data, x.w[i].offset = 0.03f, x.w[i].state = t;
-        x.out[i] = random_mat(t, rows, cols, ld, 1);
-    }
+    weights_open(&x, t, rows, cols);
+    for (int i = 0; i < 6; i++) x.out[i] = random_mat(t, rows, cols, ld, 1);
     double ms = time_of(run_nf4, &x), bytes = (double)n * (0.5 + 1.0 / 64 + 4.0 / 64 / 256 + 2);
     double copy = copy_ms((int64_t)bytes), share = 100 * copy / ms;
     snprintf(what, sizeof what, "nf4_dequant %s %lldx%lld", names[t], (long long)rows, (long long)cols);
     printf("| %s | %.4f | %.0f GB/s | %.1f %% of a copy of the same bytes, bar %.0f: %s |\n", what, ms, bytes / ms * 1e-6, share, bar,
            share >= bar ? "met" : "MISSED");
     fflush(stdout);
-    for (int i = 0; i < 6; i++) {
-        put_back(x.out[i].data), put_back((void *)(uintptr_t)x.w[i].packed[0]);
-        put_back((void *)(uintptr_t)x.w[i].absmax[0]), put_back((void *)(uintptr_t)x.w[i].absmax2[0]);
-    }
-    put_back(code.data), put_back(code2.data);
+    weights_close(&x);
+}
+
+/* m rows against the packed bytes and scales, which are all that has to be read. */
+static void bench_few(ql_dtype t, int64_t m, int64_t rows, int64_t cols, double bar)
+{
+    weights x;
+    weights_open(&x, t, rows, cols);
+    x.x = random_mat(t, m, cols, cols, 1);
+    for (int i = 0; i < 6; i++) x.out[i] = random_mat(t, m, rows, rows, 1);
+    double ms = time_of(run_few, &x), bytes = (double)rows * (double)cols * (0.5 + 1.0 / 64 + 4.0 / 64 / 256);
+    double share = 100 * bytes / ms * 1e-6 / copy_rate;
+    printf("| nf4_matmul %s %lld × %lldx%lld | %.4f | %.0f GB/s | %.1f %% of a copy's bandwidth, bar %.0f: %s |\n", names[t], (long long)m,
+           (long long)rows, (long long)cols, ms, bytes / ms * 1e-6, share, bar, share >= bar ? "met" : "MISSED");
+    fflush(stdout);
+    put_back(x.x.data);
+    weights_close(&x);
 }
 
 /* ---- matmul ---- */
@@ -408,6 +441,9 @@ int main(int argc, char **argv)
             bench_nf4(u, 28672, 4096, 93), bench_nf4(u, 14336, 4096, 93);
             bench_nf4(u, 4096, 4096, 98), bench_nf4(u, 1024, 4096, 108);
         }
+        head("few rows, weights read as they rest, six buffers in rotation");
+        for (int64_t m = 1; m <= 8; m *= 8)
+            bench_few(t, m, 14336, 4096, 70), bench_few(t, m, 4096, 14336, 70), bench_few(t, m, 28672, 8192, 70), bench_few(t, m, 4096, 4096, 70);
     }
     if (PART("small")) head("ops that move bytes"), bench_small(t);
     if (PART("attention")) {

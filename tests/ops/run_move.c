@@ -227,7 +227,6 @@ void run_few(ctx *c, const op_case *p)
     tens *values;
     double *weights;
     int64_t rows = 1 + (p->how >> 5), m = p->m;
-    if (!c->q.ops->nf4_matmul) return; /* callers do without */
     nf4_matrix(c, p, &w, &values, &weights, m);
     tens *out = make(c, "y", OUT, p->b, rows, m, p->pad), *a = make(c, "a", IN, p->a, rows, p->n, 2 * p->pad);
     tens *add = p->how & 8 ? make(c, "c", IN, p->b, rows, m, 3 * p->pad) : NULL, *bias = p->how & 16 ? make(c, "bias", IN, p->a, 1, m, 0) : NULL;
