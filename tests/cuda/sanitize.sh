@@ -32,7 +32,8 @@ one() {    # name, seconds, tool's arguments -- program…
 
 one memcheck.ops 280 --tool memcheck "$t/ops_cuda" cuda --once
 one memcheck.attention 200 --tool memcheck "$t/attn_check" 1000
-# Nor does it follow barriers in another block's shared memory, where a cluster's blocks of attn90_dkv meet. attn_check runs every gradient twice and demands the same bits.
+# Nor does it follow barriers in another block's shared memory, where a cluster's blocks of
+# attn90_dkv meet. attn_check runs every gradient twice and demands the same bits.
 race="--tool racecheck --racecheck-report analysis --kernel-name-exclude kernel_substring=attn90_dkv"
 one racecheck.ops 280 $race "$t/ops_cuda" cuda --once not:matmul
 one racecheck.attention 280 $race "$t/attn_check" 460
