@@ -127,7 +127,7 @@ static int exists(const char *path)
 char *ql_session_bundled(const ql_magics *m, const char *name)
 {
     char *path = NULL;
-    if (m->bundled && *name && !strchr(name, '/') && name[0] != '.' && !exists(name)) {
+    if (m->bundled && *name && !strchr(name, '/') && name[0] != '.') { /* before a folder of that name here, which is ./NAME */
         if (asprintf(&path, "%s/%s", m->bundled, name) < 0) return NULL;
         if (exists(path)) return path;
         free(path);

@@ -76,8 +76,8 @@ static const ql_verb table[] = {
     {"load", "MODEL", QL_ARG_MODEL, 1, 1, QL_BODY_NONE, QL_TAKES_KEPT, NULL, ql_verb_load,
      "choose the model: a folder, a name on the hub, or `tiny`",
      "Reads configuration and headers only. Weights go to the devices at the first train, eval or "
-     "generate, so plan "
-     "comes before a byte is loaded. Another model forgets an --adapter that was set for the one before.",
+     "generate, so plan comes before a byte is loaded. `tiny` is the bundled one; a folder of that name here is "
+     "./tiny. Another model forgets an --adapter that was set for the one before.",
      "%qlora load tiny\n%qlora load unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit"},
     {"config", "", QL_ARG_NONE, 0, 0, QL_BODY_SETTINGS, QL_TAKES_KEPT, config_options,
      ql_verb_config, "set and show settings; transformers', TRL's and PEFT's own names",

@@ -34,6 +34,16 @@ def test_steps_as_lines(tmp_path):
     assert "done: run-1: 20 steps" in r.stdout
 
 
+def test_bundled_names_come_before_folders_here(tmp_path):
+    """As in notebooks/ itself, where the bundled model lies as ./tiny."""
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "rows.jsonl").write_text('{"text": "mine"}\n')
+    r = shell("load tiny\ndata tiny\n", tmp_path)
+    assert r.returncode == 0 and "918,656 parameters" in r.stdout, r.stdout + r.stderr
+    r = shell("load ./tiny\n", tmp_path)
+    assert r.returncode == 1 and "config.json" in r.stderr, r.stdout + r.stderr
+
+
 def test_errors_end_the_file(tmp_path):
     r = shell("trian\nhelp\n", tmp_path)
     assert r.returncode == 1 and "did you mean 'train'?" in r.stderr and "VERB" not in r.stdout
