@@ -4,8 +4,6 @@
  * A lane decodes whole blocks of 64 weights, each weight through a table of 16 in shared memory. */
 #include "kernels/cuda/mma.h"
 
-#include <limits.h>
-
 enum {
     GROUPS = 8,                            /* warps that share a tile of 16 weight rows, each with its own columns */
     SETS = 4,                              /* such groups of a block, with tiles of their own */
@@ -234,7 +232,7 @@ static void (*pick(const ql_nf4 *w))(few)
 ql_status cu_nf4_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c, ql_tensor bias)
 {
     const ql_dev *d = q->stream->dev;
-    few f = {*w, (const unsigned short *)a.data, a.ld, w->parts > 1 ? (unsigned)w->part : UINT_MAX, cu_see(out), cu_see(c), cu_see(bias), (int)a.rows, log2_of(w->block),
+    few f = {*w, (const unsigned short *)a.data, a.ld, w->parts > 1 ? (unsigned)w->part : 0xffffffffu, cu_see(out), cu_see(c), cu_see(bias), (int)a.rows, log2_of(w->block),
              w->block2 ? log2_of(w->block2) : 0, 0, 0, 0};
     if (!fast(a, w) || (a.dtype == QL_BF16 && d->arch < 80))
         return cu_launch(q, "nf4_matmul", few_any, cu_blocks(w->rows, 8), 256, 0, f, cu_see(a));
