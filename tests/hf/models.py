@@ -54,12 +54,14 @@ def random_lora(rng):
 class Case:
     """model/ and model-nf4/ under `path`, their fp32 twins in torch, and rows.jsonl."""
 
-    def __init__(self, path, family, seed, dtype="float32", rows=40):
+    def __init__(self, path, family, seed, dtype="float32", rows=40, sixteen=False):
         self.path, self.rng = str(path), np.random.default_rng(seed)
         self.gen = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
         self.config = random_config(family, self.rng)
         self.model = ref.build(self.config, self.gen)
+        for p in self.model.parameters() if sixteen else ():
+            p.data = p.data.bfloat16().float()
         self.dtype, self.double_quant = dtype, bool(self.rng.integers(2))
         spelling, shards = bool(self.rng.integers(2)), int(self.rng.integers(1, 4))
         self.folder, self.folder_nf4 = os.path.join(self.path, "model"), os.path.join(self.path, "model-nf4")
