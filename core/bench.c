@@ -479,13 +479,8 @@ static ql_status run(bench *b, const json_t *command, json_t **out)
 int ql_bench_main(ql_rank_process *p)
 {
     int status = 0;
-    for (;;) {
-        json_t *c = NULL, *out = NULL;
-        ql_lines_state state;
-        ql_error_clear();
-        if (ql_lines_next(p->in, -1, &state, &c) != QL_OK) continue;
-        if (state == QL_LINES_END) break;
-        if (state != QL_LINES_ONE) continue;
+    for (json_t *c; (c = ql_lines_wait(p->in));) {
+        json_t *out = NULL;
         bench b = {.p = p, .be = p->launch->be, .rows = json_array(), .seconds = json_array()};
         ql_status st = run(&b, c, &out);
         close_all(&b);

@@ -374,3 +374,15 @@ ql_status ql_lines_next(ql_lines *r, int timeout_ms, ql_lines_state *state, json
         QL_TRY(fill(r));
     }
 }
+
+json_t *ql_lines_wait(ql_lines *r)
+{
+    for (;;) {
+        json_t *c = NULL;
+        ql_lines_state state;
+        ql_error_clear();
+        if (ql_lines_next(r, -1, &state, &c) != QL_OK) continue;
+        if (state == QL_LINES_END) return NULL;
+        if (state == QL_LINES_ONE) return c;
+    }
+}

@@ -48,6 +48,8 @@ void ql_lines_close(ql_lines *r);
 /* The next line; waits at most timeout_ms (0: not, -1: for ever). QL_EINVAL: a line that is no JSON object, or is longer than
  * QL_LINE_MAX; it has been skipped, go on with the next call. */
 ql_status ql_lines_next(ql_lines *r, int timeout_ms, ql_lines_state *state, json_t **out) QL_MUST_USE;
+/* The next command, however long it takes, NULL at the end of input; lines that are none are skipped, and the error text is clear. */
+json_t *ql_lines_wait(ql_lines *r);
 int ql_lines_waiting(const ql_lines *r); /* 1: a whole line is here already, poll() would not tell */
 
 #endif

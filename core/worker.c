@@ -162,13 +162,8 @@ int ql_worker_main(ql_rank_process *p)
 {
     ql_worker w = {.p = p, .order_epoch = -1};
     int status = 0;
-    for (;;) {
-        json_t *c = NULL, *out = NULL;
-        ql_lines_state state;
-        ql_error_clear();
-        if (ql_lines_next(p->in, -1, &state, &c) != QL_OK) continue;
-        if (state == QL_LINES_END) break;
-        if (state != QL_LINES_ONE) continue;
+    for (json_t *c; (c = ql_lines_wait(p->in));) {
+        json_t *out = NULL;
         const char *name = json_string_value(json_object_get(c, "cmd"));
         p->shared->rank[p->rank].step = 0;
         p->shared->rank[p->rank].phase = QL_AT_REST;

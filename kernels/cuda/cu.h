@@ -124,6 +124,14 @@ static ql_status cu_launch(const ql_queue *q, const char *name, void (*kernel)(P
     return cu_check(cudaGetLastError(), name);
 }
 
+/* The least l with 2^l ≥ x. */
+static inline int cu_log2(int64_t x)
+{
+    int l = 0;
+    while (((int64_t)1 << l) < x) l++;
+    return l;
+}
+
 static inline unsigned cu_blocks(int64_t n, int64_t per_block)
 {
     return (unsigned)ql_ceil_div(n, per_block);

@@ -108,13 +108,6 @@ static __global__ void __launch_bounds__(THREADS) dequant_any(const __grid_const
     cu_put(out, row * w.ld + (i - row * cols), cu_round(v, w.state));
 }
 
-static int log2_of(int64_t x)
-{
-    int l = 0;
-    while (((int64_t)1 << l) < x) l++;
-    return l;
-}
-
 static weight weight_of(ql_tensor out, const ql_nf4 *n)
 {
     weight w = {};
@@ -124,10 +117,10 @@ static weight weight_of(ql_tensor out, const ql_nf4 *n)
     w.total = n->rows * n->cols, w.ld = out.ld, w.offset = n->offset;
     w.part = n->parts > 1 ? n->part : ql_round_up(w.total, n->block); /* one piece: nothing to divide by */
     w.cols8 = (unsigned)(n->cols / 8);
-    w.block_log = (int8_t)log2_of(n->block), w.nested = n->block2 != 0;
-    w.block2_log = (int8_t)(n->block2 ? log2_of(n->block2) : 0), w.state = (int8_t)n->state;
+    w.block_log = (int8_t)cu_log2(n->block), w.nested = n->block2 != 0;
+    w.block2_log = (int8_t)(n->block2 ? cu_log2(n->block2) : 0), w.state = (int8_t)n->state;
     if (w.cols8) { /* q = (mulhi(c, magic) + c) >> shift is c / cols8 for every c < 2³¹ */
-        w.shift = log2_of(w.cols8);
+        w.shift = cu_log2(w.cols8);
         w.magic = (unsigned)(((uint64_t)1 << 32) * (((uint64_t)1 << w.shift) - w.cols8) / w.cols8 + 1);
     }
     return w;

@@ -208,13 +208,6 @@ static __global__ void __launch_bounds__(256) few_any(const __grid_constant__ fe
     }
 }
 
-static int log2_of(int64_t x)
-{
-    int l = 0;
-    while (((int64_t)1 << l) < x) l++;
-    return l;
-}
-
 static bool fast(ql_tensor a, const ql_nf4 *w)
 {
     bool ok = a.dtype != QL_F32 && w->block == 64 && w->cols % 64 == 0 && w->rows * w->cols < (int64_t)1 << 31;
@@ -232,8 +225,8 @@ static void (*pick(const ql_nf4 *w))(few)
 ql_status cu_nf4_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c, ql_tensor bias)
 {
     const ql_dev *d = q->stream->dev;
-    few f = {*w, (const unsigned short *)a.data, a.ld, w->parts > 1 ? (unsigned)w->part : 0xffffffffu, cu_see(out), cu_see(c), cu_see(bias), (int)a.rows, log2_of(w->block),
-             w->block2 ? log2_of(w->block2) : 0, 0, 0, 0};
+    few f = {*w, (const unsigned short *)a.data, a.ld, w->parts > 1 ? (unsigned)w->part : 0xffffffffu, cu_see(out), cu_see(c), cu_see(bias), (int)a.rows, cu_log2(w->block),
+             w->block2 ? cu_log2(w->block2) : 0, 0, 0, 0};
     if (!fast(a, w) || (a.dtype == QL_BF16 && d->arch < 80))
         return cu_launch(q, "nf4_matmul", few_any, cu_blocks(w->rows, 8), 256, 0, f, cu_see(a));
     /* as many rounds as it takes with full blocks, then the tiles dealt evenly */

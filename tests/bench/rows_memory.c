@@ -1,6 +1,7 @@
 /* rows_memory FILE [MB]: writes a JSONL file of so many MB (default 1000), opens it as data and reads rows here and there: bytes of
  * memory a row by our own count and by the system's. The file is removed. */
 #include "core/data.h"
+#include "tests/bench/memory.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,18 +14,6 @@ static double now(void)
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-/* Memory of this process that is no file's: what a stream must not grow. */
-static int64_t private_bytes(void)
-{
-    char line[256];
-    long kib = 0;
-    FILE *f = fopen("/proc/self/status", "r");
-    while (f && fgets(line, sizeof line, f))
-        if (sscanf(line, "RssAnon: %ld", &kib) == 1) break;
-    if (f) fclose(f);
-    return (int64_t)kib * 1024;
 }
 
 static int64_t write_rows(const char *path, int64_t bytes)

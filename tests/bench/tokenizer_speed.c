@@ -2,6 +2,7 @@
  * tests/text/bench_tokenizer.py cuts them; the time to open it and its memory. IDS: a file for all ids (int32). */
 #include "core/file.h"
 #include "core/tokenizer.h"
+#include "tests/bench/memory.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -26,28 +27,16 @@ static size_t piece(const char *p, size_t left)
     return n;
 }
 
-/* Memory of this process that is no file's. */
-static double private_mb(void)
-{
-    char line[256];
-    long kib = 0;
-    FILE *f = fopen("/proc/self/status", "r");
-    while (f && fgets(line, sizeof line, f))
-        if (sscanf(line, "RssAnon: %ld", &kib) == 1) break;
-    if (f) fclose(f);
-    return (double)kib / 1024;
-}
-
 static ql_status measure(const char *folder, const char *path, const char *out)
 {
     ql_tok *t = NULL;
     char *text = NULL;
     size_t size = 0, tokens = 0;
-    double best = 1e9, before = private_mb(), began = now();
+    double best = 1e9, before = (double)private_bytes() / 1048576, began = now();
     ql_ids ids = {0}, all = {0};
     ql_status st = QL_OK;
     QL_GO(ql_tok_open(folder, &t));
-    double opened = now() - began, memory = private_mb() - before;
+    double opened = now() - began, memory = (double)private_bytes() / 1048576 - before;
     QL_GO(ql_file_read(path, (int64_t)1 << 30, &text, &size));
     for (int k = 0; k < 3; k++) {
         double from = now();

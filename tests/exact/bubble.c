@@ -4,6 +4,7 @@
 #include "core/cost.h"
 #include "core/pipe.h"
 #include "core/train.h"
+#include "tests/one_thread.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -231,11 +232,7 @@ static ql_status clock_table(const char *folder)
 
 int main(int argc, char **argv)
 {
-    const char *threads = getenv("OPENBLAS_NUM_THREADS");
-    if (!threads || strcmp(threads, "1") != 0) { /* before ranks are forked; read when the library is loaded */
-        setenv("OPENBLAS_NUM_THREADS", "1", 1);
-        execv("/proc/self/exe", argv);
-    }
+    one_blas_thread(argv);
     FILE *hold = fopen("/dev/null", "r"); /* ranks close the engine's descriptor */
     sh = mmap(NULL, sizeof *sh, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     ql_status st = sh == MAP_FAILED ? ql_fail(QL_ENOMEM, "no shared memory") : paper_table();

@@ -5,6 +5,7 @@
 #include "core/qlora.h"
 #include "core/rank.h"
 #include "core/session.h"
+#include "tests/one_thread.h"
 
 #include <signal.h>
 #include <stdio.h>
@@ -96,11 +97,7 @@ int __wrap_rename(const char *from, const char *to)
 
 int main(int argc, char **argv)
 {
-    const char *threads = getenv("OPENBLAS_NUM_THREADS");
-    if (!threads || strcmp(threads, "1") != 0) { /* read when the library is loaded */
-        setenv("OPENBLAS_NUM_THREADS", "1", 1);
-        execv("/proc/self/exe", argv);
-    }
+    one_blas_thread(argv);
     if (argc != 5) return 2;
     fault.how = argv[1], fault.rank = atoi(argv[2]), fault.action = argv[3], fault.at = atoi(argv[4]);
     return ql_session_run(&(ql_session_setup){.fd = QL_ENGINE_FD}) == QL_OK ? 0 : 1;
