@@ -207,7 +207,7 @@ def test_stop_before_the_first_step(engine):
 def test_stops_while_weights_are_placed(engine, world):
     """Some ranks have theirs and wait for the others in a collective, which will never be there: no error for all that."""
     for i in range(12):
-        engine.train(run=f"runs/{i}", fsdp=True, devices=f"cpu:{world}", max_length=64 * (1 + i % 4))   # other rows than before: placed anew
+        engine.train(run=f"runs/{i}", fsdp=True, devices=f"cpu:{world}", r=4 + i % 2)   # other adapters than before: placed anew, however far that came
         engine.until("state", when=lambda e: e["state"] == "placing")
         time.sleep(0.005 * i)
         engine.send("stop")
