@@ -187,6 +187,20 @@ static void table(const ql_live *l, ql_view *v)
     free(at);
 }
 
+/* The most that was ever in use on device `i`: never under what is in use now. */
+static double most_used(const ql_live *l, size_t i)
+{
+    const json_t *at;
+    size_t k;
+    double most = 0;
+    json_array_foreach((json_t *)l->memory, k, at)
+    {
+        const json_t *d = json_array_get(json_object_get(at, "devices"), i);
+        most = fmax(most, ql_jnum(d, "used", ql_jnum(d, "arena", 0)));
+    }
+    return most;
+}
+
 static void meters(const ql_live *l, ql_view *v)
 {
     const json_t *devices = json_object_get(
@@ -218,7 +232,7 @@ static void meters(const ql_live *l, ql_view *v)
         double degrees = ql_jnum(d, "temperature", (double)NAN),
                watts = ql_jnum(d, "power", (double)NAN);
         ql_buf_clear(&text);
-        ql_buf_printf(&text, "peak %s", ql_fmt_bytes(ql_jnum(d, "peak", used)).s);
+        ql_buf_printf(&text, "peak %s", ql_fmt_bytes(most_used(l, i)).s);
         if (degrees >= 0) ql_buf_printf(&text, ", %.0f °C", degrees);
         if (watts >= 0) ql_buf_printf(&text, ", %.0f W", watts);
         ql_table_cell(&t, "%s", ql_buf_str(&text));

@@ -1,6 +1,7 @@
 """What is left of the outputs where they are read later: nbconvert, a sanitizer, a notebook without matplotlib."""
 import base64
 import json
+import math
 import re
 import xml.etree.ElementTree as ET
 
@@ -39,6 +40,15 @@ def test_last_state_is_kept(notebook):
     assert base64.b64decode(curve["data"]["image/png"])[:8] == b"\x89PNG\r\n\x1a\n"
     assert max(len(line) for line in bar["data"]["text/plain"].splitlines()) <= 80
     assert max(len(line) for line in curve["data"]["text/plain"].splitlines()) <= 80
+
+
+def test_peak_is_the_most_that_was_in_use(notebook):
+    text = outputs(notebook, "r = %qlora train")[0]["data"]["text/plain"]
+    shown = re.findall(r"([\d.]+) GiB / 15.0 GiB\s+peak ([\d.]+) GiB", text)
+    assert len(shown) == 2, text
+    for device, (used, peak) in enumerate(shown):   # what fake_engine.memory says each tenth step
+        most = max(2.9 + 1.2 + 0.3 * math.sin(step / 7 + device) + (160 + 320 + 420 + 610) / 1024 for step in (10, 20, 30))
+        assert float(used) <= float(peak) == round(most, 2), text
 
 
 def test_nbconvert_keeps_curve_table_and_memory(notebook):
