@@ -1,11 +1,8 @@
 #include "core/devices.h"
 
-#include "core/file.h"
-
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 /* What the driver, cuBLAS and NCCL take outside the arena. Measured as `runtime` once a run is on; this is the room left for it. */
 static int64_t runtime_bytes(int world)
@@ -14,34 +11,11 @@ static int64_t runtime_bytes(int world)
     return (int64_t)(world > 1 ? 1050 : 600) << 20;
 }
 
-static int64_t read_number(const char *path)
-{
-    char *text = NULL;
-    size_t n = 0;
-    int64_t v = -1;
-    if (ql_file_read(path, 4096, &text, &n) != QL_OK) {
-        ql_error_clear();
-        return -1;
-    }
-    if (text[0] >= '0' && text[0] <= '9') v = strtoll(text, NULL, 10);
-    free(text);
-    return v;
-}
-
 int64_t ql_host_free(void)
 {
-    char *text = NULL;
-    size_t n = 0;
-    int64_t available = (int64_t)sysconf(_SC_AVPHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    if (ql_file_read("/proc/meminfo", 1 << 20, &text, &n) == QL_OK) {
-        const char *p = strstr(text, "MemAvailable:");
-        if (p) available = strtoll(p + 13, NULL, 10) * 1024;
-        free(text);
-    }
-    ql_error_clear();
-    int64_t limit = read_number("/sys/fs/cgroup/memory.max"), used = read_number("/sys/fs/cgroup/memory.current");
-    if (limit > 0 && used >= 0 && limit - used < available) available = limit - used;
-    return ql_max64(available, 0);
+    int64_t total, available;
+    ql_host_memory("", &total, &available);
+    return available;
 }
 
 /* ---- picking ---------------------------------------------------------------------------------- */

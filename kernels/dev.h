@@ -68,6 +68,14 @@ typedef struct {
     ql_status (*set)(ql_stream *s, void *dst, int byte, int64_t bytes);
 } ql_dev_table;
 
+/* ---- the host (host.c) --------------------------------------------------------------------------- */
+
+/* Bytes of the machine, and those that may still be taken: where a control group limits this process, the group's. root: "", or a
+ * folder that stands for / (tests). */
+void ql_host_memory(const char *root, int64_t *total, int64_t *available);
+/* The number after `key` at the beginning of a line ("MemTotal:", "" the first line's); -1: none. */
+int64_t ql_host_number(const char *path, const char *key);
+
 /* ---- how GPUs are joined, as NVML tells (nvml.c); apart from the table: no context is made ---- */
 
 /* What the way from one GPU to another goes through, the nearest first. */

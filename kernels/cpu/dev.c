@@ -48,39 +48,6 @@ static void cpu_close(ql_dev *d)
 /* ---- what the machine says ----------------------------------------------------------------------
  */
 
-/* The number after `key` in a "key: value" file, −1 if it is not there. */
-static int64_t number_in(const char *path, const char *key)
-{
-    char line[256];
-    long long v = -1;
-    size_t n = strlen(key);
-    FILE *f = fopen(path, "re");
-    if (!f) return -1;
-    while (v < 0 && fgets(line, sizeof line, f))
-        if (strncmp(line, key, n) == 0) sscanf(line + n, " %lld", &v);
-    fclose(f);
-    return v;
-}
-
-/* Bytes of the machine and bytes that can still be had: the container's limit where there is one.
- */
-static void host_memory(int64_t *total, int64_t *available)
-{
-    int64_t kb = number_in("/proc/meminfo", "MemTotal:"),
-            free_kb = number_in("/proc/meminfo", "MemAvailable:");
-    *total = kb < 0 ? (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE) : kb * 1024;
-    *available = free_kb < 0 ? *total : free_kb * 1024;
-    const char *root = "/sys/fs/cgroup/memory.max", *now = "/sys/fs/cgroup/memory.current";
-    int64_t limit = number_in(root, ""), used = number_in(now, "");
-    if (limit > 0 && used >= 0) {
-        /* The page cache is counted as used, but gives way. */
-        int64_t cache = number_in("/sys/fs/cgroup/memory.stat", "inactive_file");
-        int64_t left = limit - used + (cache > 0 ? cache : 0);
-        *total = ql_min64(*total, limit);
-        *available = ql_min64(*available, ql_max64(left, 0));
-    }
-}
-
 static ql_status cpu_info(ql_dev *d, ql_dev_info *out)
 {
     (void)d;
@@ -99,7 +66,7 @@ static ql_status cpu_info(ql_dev *d, ql_dev_info *out)
     i.sms = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set)
                                                         : (int)sysconf(_SC_NPROCESSORS_ONLN);
     snprintf(i.libs, sizeof i.libs, "%.150s", openblas_get_config());
-    host_memory(&i.total_bytes, &i.free_bytes);
+    ql_host_memory("", &i.total_bytes, &i.free_bytes);
     *out = i;
     return QL_OK;
 }
@@ -107,8 +74,8 @@ static ql_status cpu_info(ql_dev *d, ql_dev_info *out)
 static ql_status cpu_memory(ql_dev *d, ql_dev_memory *out)
 {
     /* What is this process' alone: pages of a mapped file are the page cache's. A block that is not touched yet counts all the same. */
-    int64_t own = number_in("/proc/self/status", "RssAnon:"), allocated = atomic_load(&d->allocated), total, available;
-    host_memory(&total, &available);
+    int64_t own = ql_host_number("/proc/self/status", "RssAnon:"), allocated = atomic_load(&d->allocated), total, available;
+    ql_host_memory("", &total, &available);
     own = own < 0 ? allocated : ql_max64(own * 1024, allocated);
     *out = (ql_dev_memory){.allocated = allocated,
                            .peak = atomic_load(&d->peak),
@@ -138,12 +105,12 @@ static ql_status cpu_alloc(ql_dev *d, int64_t bytes, void **out)
     }; /* from here on the machine is asked first: it overcommits, and then kills */
     int64_t total = 0, available = 0;
     if (bytes < 0) QL_FAIL(QL_EINVAL, "cpu: %lld bytes asked", (long long)bytes);
-    if (bytes > ASK) host_memory(&total, &available);
+    if (bytes > ASK) ql_host_memory("", &total, &available);
     char *p = NULL;
     if (bytes <= ASK || bytes <= available)
         p = aligned_alloc(ALIGN, (size_t)(ql_round_up(bytes, ALIGN) + ALIGN));
     if (!p) {
-        host_memory(&total, &available);
+        ql_host_memory("", &total, &available);
         QL_FAIL(QL_ENOMEM, "cpu: %lld bytes asked, %lld of %lld are free", (long long)bytes,
                 (long long)available, (long long)total);
     }

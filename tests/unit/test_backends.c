@@ -1,6 +1,6 @@
 /* The null backend counts, and hands out memory that does not exist; the CPU device counts what
  * does. */
-#include "tests/test.h"
+#include "tests/tmp.h"
 
 #include "kernels/cpu/cpu.h"
 
@@ -106,6 +106,50 @@ static double ulps(float x)
     return fabs((double)ql_cpu_exp(x) - exact) / ulp;
 }
 
+/* A folder as / with these files in it. */
+static const char *host(const char *name, const char *const (*file)[2], int n)
+{
+    const char *root = tmp_dir(name);
+    for (int i = 0; i < n; i++) {
+        char dir[QL_PATH_MAX];
+        if (ql_path_join(dir, root, file[i][0]) != QL_OK) exit(99);
+        char *slash = strrchr(dir, '/');
+        *slash = 0;
+        if (ql_path_mkdirs(dir) != QL_OK) exit(99);
+        tmp_text(dir, slash + 1, file[i][1]);
+    }
+    return root;
+}
+
+TEST(host_memory_is_what_may_be_taken)
+{
+    static const char *const files[][2] = {
+        {"proc/meminfo", "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    800 kB\n"},
+        {"sys/fs/cgroup/memory.max", "614400\n"},
+        {"sys/fs/cgroup/memory.current", "500000\n"},
+        {"sys/fs/cgroup/memory.stat", "anon 100000\nfile 400000\ninactive_anon 7\nactive_anon 8\ninactive_file 300000\nactive_file 50000\n"}};
+    static const char *const first[][2] = {
+        {"proc/meminfo", "MemTotal:       1000 kB\nMemAvailable:    800 kB\n"},
+        {"sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"},
+        {"sys/fs/cgroup/memory/memory.usage_in_bytes", "500000\n"}};
+    static const char *const unlimited[][2] = {
+        {"proc/meminfo", "MemTotal:       1000 kB\nMemAvailable:    800 kB\n"}, {"sys/fs/cgroup/memory.max", "max\n"}, {"sys/fs/cgroup/memory.current", "1\n"}};
+    int64_t total, available;
+    ql_host_memory(host("alone", files, 1), &total, &available); /* what is free now is no matter: the page cache gives way */
+    CHECK_INT(total, 1000 * 1024);
+    CHECK_INT(available, 800 * 1024);
+    ql_host_memory(host("group", files, 4), &total, &available);
+    CHECK_INT(total, 614400);
+    CHECK_INT(available, 614400 - 500000 + 350000);
+    ql_host_memory(host("first version, no limit", first, 3), &total, &available);
+    CHECK_INT(total, 1000 * 1024);
+    CHECK_INT(available, 800 * 1024);
+    ql_host_memory(host("no limit", unlimited, 3), &total, &available);
+    CHECK_INT(available, 800 * 1024);
+    CHECK_INT(ql_host_number("/nonexistent", "MemTotal:"), -1);
+    CHECK(ql_host_number("/proc/meminfo", "MemTotal:") > 0); /* its size is said to be 0 */
+}
+
 TEST(exp_is_within_2_ulp)
 {
     double worst = 0;
@@ -130,4 +174,4 @@ TEST(cuda_says_what_is_missing)
 }
 
 TEST_MAIN(T(null_runs_what_no_machine_holds), T(null_counts_what_would_be_sent),
-          T(cpu_device_counts_memory), T(exp_is_within_2_ulp), T(cuda_says_what_is_missing))
+          T(cpu_device_counts_memory), T(host_memory_is_what_may_be_taken), T(exp_is_within_2_ulp), T(cuda_says_what_is_missing))
