@@ -32,7 +32,7 @@ typedef enum {
 
 /* The error text is thread-local. The first failure wins: later ql_fail calls keep the first text
  * and return their own code, until ql_error_clear. ql_error_prefix puts context in front
- * ("config.json: …") of whatever text stands. */
+ * ("config.json: …") of whatever text stands. The text is UTF-8: other bytes become '?'. */
 ql_status ql_fail(ql_status code, const char *fmt, ...) QL_PRINTF(2, 3);
 void ql_error_prefix(const char *fmt, ...) QL_PRINTF(1, 2);
 const char *ql_error(void); /* "" when nothing failed */

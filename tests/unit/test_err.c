@@ -20,4 +20,24 @@ TEST(dtypes_have_sizes_and_names)
     }
 }
 
-TEST_MAIN(T(first_error_wins), T(dtypes_have_sizes_and_names))
+TEST(the_text_is_utf8)
+{
+    ql_fail(QL_EINVAL, "no file '%.4s'", "abc\u00e9"); /* cut inside the last character */
+    CHECK_STR(ql_error(), "no file 'abc?'");
+    ql_error_clear();
+    ql_fail(QL_EINVAL, "%s", "\xe9t\xe9 \xc0\xaf \xed\xa0\x80 \xf4\x90\x80\x80 \u00e9\u20ac\U0001f600");
+    CHECK_STR(ql_error(), "?t? ?? ??? ???? \u00e9\u20ac\U0001f600");
+    ql_error_prefix("%.1s: ", "\u00e9");
+    CHECK(strncmp(ql_error(), "?: ?t?", 6) == 0);
+    ql_error_clear();
+    char many[4096] = "";
+    for (size_t i = 0; i + 4 < sizeof many; i += 3) memcpy(many + i, "\u20ac", 4);
+    ql_fail(QL_EINVAL, "a%s", many); /* more than there is room for: 1 + 682 · 3 bytes, and none left over */
+    CHECK_INT(strlen(ql_error()), 2047);
+    CHECK(memcmp(ql_error() + 2044, "\u20ac", 3) == 0);
+    ql_error_prefix("b"); /* now the last one is cut */
+    CHECK(memcmp(ql_error() + 2042, "\u20ac??", 5) == 0 && !ql_error()[2047]);
+    ql_error_clear();
+}
+
+TEST_MAIN(T(first_error_wins), T(dtypes_have_sizes_and_names), T(the_text_is_utf8))
