@@ -6,7 +6,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <ftw.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -131,43 +130,10 @@ static ql_status copy_tokenizer(const char *from, const char *to)
 {
     static const char *const files[] = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
                                         "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"};
-    char a[QL_PATH_MAX], b[QL_PATH_MAX];
-    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
-        char *text = NULL;
-        size_t n = 0;
-        QL_TRY(ql_path_join(a, from, files[i]));
-        QL_TRY(ql_path_join(b, to, files[i]));
-        if (!ql_path_is_file(a)) continue;
-        QL_TRY(ql_file_read(a, 1 << 30, &text, &n));
-        ql_status st = ql_file_save(b, text, n);
-        free(text);
-        QL_TRY(st);
-    }
-    return QL_OK;
+    return ql_file_copy(from, to, files, sizeof files / sizeof *files);
 }
 
 /* ---- the folder ----------------------------------------------------------------------------------- */
-
-static int remove_one(const char *path, const struct stat *s, int type, struct FTW *f)
-{
-    (void)s, (void)type, (void)f;
-    return remove(path);
-}
-
-static void remove_tree(const char *path)
-{
-    nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS);
-}
-
-static ql_status sync_dir(const char *path)
-{
-    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd < 0) QL_FAIL(QL_EIO, "cannot open the folder %s: %s", path, strerror(errno));
-    int rc = fsync(fd), err = errno;
-    close(fd);
-    if (rc != 0 && err != EINVAL) QL_FAIL(QL_EIO, "cannot sync the folder %s: %s", path, strerror(err));
-    return QL_OK;
-}
 
 /* temp becomes final. A checkpoint of the same step (of a run that went on from an earlier one) changes places with it in one
  * move; on file systems without that there are two, and ql_ckpt_mend undoes the first if the second never came. */
@@ -176,11 +142,11 @@ static ql_status put_in_place(const char *run, const char *temp, const char *fin
     char old[QL_PATH_MAX], name[64];
     snprintf(name, sizeof name, ".checkpoint-%lld.old", (long long)step);
     QL_TRY(ql_path_join(old, run, name));
-    remove_tree(old);
+    ql_path_remove(old);
     if (ql_path_is_dir(final)) {
         if (renameat2(AT_FDCWD, temp, AT_FDCWD, final, RENAME_EXCHANGE) == 0) {
-            QL_TRY(sync_dir(run));
-            remove_tree(temp); /* the old one now */
+            QL_TRY(ql_path_sync(run));
+            ql_path_remove(temp); /* the old one now */
             return QL_OK;
         }
         if (rename(final, old) != 0) QL_FAIL(QL_EIO, "cannot rename %s: %s", final, strerror(errno));
@@ -190,8 +156,8 @@ static ql_status put_in_place(const char *run, const char *temp, const char *fin
         if (ql_path_is_dir(old)) rename(old, final);
         QL_FAIL(QL_EIO, "cannot rename %s to %s: %s", temp, final, strerror(err));
     }
-    QL_TRY(sync_dir(run));
-    remove_tree(old);
+    QL_TRY(ql_path_sync(run));
+    ql_path_remove(old);
     return QL_OK;
 }
 
@@ -202,7 +168,7 @@ static ql_status fill(const char *dir, const ql_ckpt_of *of, const ql_ckpt_state
     if (of->tokenizer) QL_TRY(copy_tokenizer(of->tokenizer, dir));
     QL_TRY(ql_history_save(h, dir));
     QL_TRY(save_state(of, s, h, dir));
-    return sync_dir(dir);
+    return ql_path_sync(dir);
 }
 
 ql_status ql_ckpt_save(const char *run, const ql_ckpt_of *of, const ql_ckpt_state *s, ql_history *h, char path[QL_PATH_MAX])
@@ -212,18 +178,18 @@ ql_status ql_ckpt_save(const char *run, const ql_ckpt_of *of, const ql_ckpt_stat
     ql_status st;
     QL_TRY(ql_path_mkdirs(run));
     ql_ckpt_mend(run);
+    ql_ckpt_sweep(run);
     snprintf(name, sizeof name, ".checkpoint-%lld.tmp", (long long)step);
     QL_TRY(ql_path_join(temp, run, name));
     QL_TRY(ql_path_join(path, run, name + 1));
     path[strlen(path) - 4] = 0;
-    remove_tree(temp);
     st = ql_path_mkdirs(temp);
     /* trainer_state.json names the best checkpoint, which may be this one */
     if (st == QL_OK) st = ql_history_saved(h, step, path);
     if (st == QL_OK) st = fill(temp, of, s, h);
     if (st == QL_OK) st = put_in_place(run, temp, path, step);
     if (st != QL_OK) {
-        remove_tree(temp);
+        ql_path_remove(temp);
         ql_error_prefix("checkpoint-%lld was not written, earlier ones are untouched: ", (long long)step);
     }
     return st;

@@ -48,8 +48,8 @@ typedef struct {
 } ql_ckpt_entry;
 /* By step. Caller frees *out. A folder that is not there has none. */
 ql_status ql_ckpt_list(const char *run, ql_ckpt_entry **out, int *n) QL_MUST_USE;
-/* which: a checkpoint; a run's folder, or NULL: the latest of run. */
-ql_status ql_ckpt_find(const char *run, const char *which, char path[QL_PATH_MAX]) QL_MUST_USE;
+/* which: a checkpoint, or a run's folder: its latest that can be resumed. Mends (ckpt_names.h). */
+ql_status ql_ckpt_find(const char *which, char path[QL_PATH_MAX]) QL_MUST_USE;
 
 /* Keeps the newest `limit` (0: all), and always the newest and `best` (a path; NULL: none), as transformers does. */
 ql_status ql_ckpt_rotate(const char *run, int64_t limit, const char *best) QL_MUST_USE;

@@ -6,7 +6,6 @@
 #include <ctype.h>
 #include <dirent.h>
 #include <errno.h>
-#include <ftw.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -30,10 +29,16 @@ static bool has(const char *dir, const char *name)
     return ql_path_join(path, dir, name) == QL_OK && ql_path_is_file(path);
 }
 
+static const char *const parts[] = {"adapter_model.safetensors", "adapter_config.json", "trainer_state.json", "engine_state.json"};
+static const char *const optimizer = "optimizer.safetensors";
+enum { PARTS = sizeof parts / sizeof *parts };
+
 /* Our folders appear under their name only when whole; one from elsewhere, or damaged, lacks something. */
 static bool whole(const char *dir)
 {
-    return has(dir, "adapter_model.safetensors") && has(dir, "adapter_config.json") && has(dir, "trainer_state.json") && has(dir, "engine_state.json");
+    bool all = true;
+    for (size_t i = 0; i < PARTS; i++) all = all && has(dir, parts[i]);
+    return all;
 }
 
 static int by_step(const void *a, const void *b)
@@ -48,7 +53,7 @@ static ql_status add(ql_ckpt_entry **list, int *n, const char *run, const char *
     if (e.step < 0) return QL_OK;
     QL_TRY(ql_path_join(e.path, run, name));
     if (!whole(e.path)) return QL_OK;
-    e.resumable = has(e.path, "optimizer.safetensors");
+    e.resumable = has(e.path, optimizer);
     grown = realloc(*list, (size_t)(*n + 1) * sizeof **list);
     if (!grown) QL_FAIL(QL_ENOMEM, "checkpoints of %s: out of memory", run);
     *list = grown;
@@ -56,22 +61,48 @@ static ql_status add(ql_ckpt_entry **list, int *n, const char *run, const char *
     return QL_OK;
 }
 
-static void restore(const char *run, const char *name)
+/* Calls f for each ".checkpoint-N" with this end in the run, with its path and that of its checkpoint-N. */
+static void each_hidden(const char *run, const char *end, void (*f)(const char *hidden, const char *plain))
 {
-    char from[QL_PATH_MAX], to[QL_PATH_MAX], plain[64];
-    size_t n = strlen(name);
-    if (name[0] != '.' || n < 6 || n >= sizeof plain || strcmp(name + n - 4, ".old")) return;
-    snprintf(plain, sizeof plain, "%.*s", (int)(n - 5), name + 1);
-    if (step_of(plain) < 0 || ql_path_join(from, run, name) != QL_OK || ql_path_join(to, run, plain) != QL_OK) return;
-    if (!ql_path_is_dir(to)) rename(from, to);
+    struct dirent *e;
+    DIR *d = opendir(run);
+    while (d && (e = readdir(d))) {
+        char hidden[QL_PATH_MAX], plain[QL_PATH_MAX], name[64];
+        size_t n = strlen(e->d_name), k = strlen(end);
+        if (e->d_name[0] != '.' || n <= k + 1 || n >= sizeof name || strcmp(e->d_name + n - k, end)) continue;
+        snprintf(name, sizeof name, "%.*s", (int)(n - k - 1), e->d_name + 1);
+        if (step_of(name) < 0 || strlen(run) + n + 2 > QL_PATH_MAX) continue;
+        if (ql_path_join(hidden, run, e->d_name) == QL_OK && ql_path_join(plain, run, name) == QL_OK) f(hidden, plain);
+    }
+    if (d) closedir(d);
+}
+
+static void restore(const char *hidden, const char *plain)
+{
+    if (!ql_path_is_dir(plain)) rename(hidden, plain);
 }
 
 void ql_ckpt_mend(const char *run)
 {
-    struct dirent *e;
-    DIR *d = opendir(run);
-    while (d && (e = readdir(d))) restore(run, e->d_name);
-    if (d) closedir(d);
+    each_hidden(run, ".old", restore);
+}
+
+static void clear(const char *hidden, const char *plain)
+{
+    (void)plain;
+    ql_path_remove(hidden);
+}
+
+static void clear_old(const char *hidden, const char *plain)
+{
+    if (whole(plain)) ql_path_remove(hidden);
+}
+
+void ql_ckpt_sweep(const char *run)
+{
+    each_hidden(run, ".tmp", clear);
+    each_hidden(run, ".gone", clear);
+    each_hidden(run, ".old", clear_old);
 }
 
 ql_status ql_ckpt_list(const char *run, ql_ckpt_entry **out, int *n)
@@ -95,33 +126,36 @@ ql_status ql_ckpt_list(const char *run, ql_ckpt_entry **out, int *n)
     return QL_OK;
 }
 
-ql_status ql_ckpt_find(const char *run, const char *which, char path[QL_PATH_MAX])
+/* What a folder lacks that has something of a checkpoint. */
+static ql_status not_whole(const char *path)
 {
-    const char *dir = which ? which : run;
+    for (size_t i = 0; i < PARTS; i++)
+        if (!has(path, parts[i]))
+            QL_FAIL(QL_EINVAL, "%s is not whole: it has no %s. Name an earlier checkpoint; where adapter_model.safetensors is there, "
+                    "train --adapter starts from it", path, parts[i]);
+    QL_FAIL(QL_EINVAL, "%s has no optimizer state (save_only_model): it can be loaded as an adapter, but not resumed", path);
+}
+
+ql_status ql_ckpt_find(const char *which, char path[QL_PATH_MAX])
+{
     ql_ckpt_entry *list = NULL;
-    int n = 0, found = -1;
-    if (which && whole(which)) {
-        if (!has(which, "optimizer.safetensors"))
-            QL_FAIL(QL_EINVAL, "%s has no optimizer state (save_only_model): it can be loaded as an adapter, but not resumed", which);
+    int n = 0, found = -1, some = 0;
+    if (!ql_path_is_dir(which)) QL_FAIL(QL_EINVAL, "there is no checkpoint %s", which);
+    if (whole(which) && has(which, optimizer)) {
         snprintf(path, QL_PATH_MAX, "%s", which);
         return QL_OK;
     }
-    if (which && !ql_path_is_dir(which)) QL_FAIL(QL_EINVAL, "there is no checkpoint %s", which);
-    ql_ckpt_mend(dir);
-    QL_TRY(ql_ckpt_list(dir, &list, &n));
+    ql_ckpt_mend(which);
+    QL_TRY(ql_ckpt_list(which, &list, &n));
     for (int i = 0; i < n; i++)
         if (list[i].resumable) found = i;
     if (found >= 0) snprintf(path, QL_PATH_MAX, "%s", list[found].path);
     free(list);
     if (found >= 0) return QL_OK;
-    if (n) QL_FAIL(QL_EINVAL, "the checkpoints in %s have no optimizer state (save_only_model): none can be resumed", dir);
-    QL_FAIL(QL_EINVAL, "%s has no whole checkpoint to resume from", dir);
-}
-
-static int remove_one(const char *path, const struct stat *s, int type, struct FTW *f)
-{
-    (void)s, (void)type, (void)f;
-    return remove(path);
+    if (n) QL_FAIL(QL_EINVAL, "the checkpoints in %s have no optimizer state (save_only_model): none can be resumed; train --adapter starts from one", which);
+    for (size_t i = 0; i < PARTS; i++) some |= has(which, parts[i]) && strcmp(parts[i], "adapter_config.json") != 0;
+    if (some && !has(which, "events.jsonl")) return not_whole(which);
+    QL_FAIL(QL_EINVAL, "%s has no whole checkpoint to go on from: train again", which);
 }
 
 /* First out of sight under another name, so that a kill leaves no half checkpoint behind. */
@@ -130,9 +164,9 @@ static ql_status remove_checkpoint(const char *run, const ql_ckpt_entry *e)
     char hidden[QL_PATH_MAX], name[64];
     snprintf(name, sizeof name, ".checkpoint-%lld.gone", (long long)e->step);
     QL_TRY(ql_path_join(hidden, run, name));
-    nftw(hidden, remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    ql_path_remove(hidden);
     if (rename(e->path, hidden) != 0) QL_FAIL(QL_EIO, "%s cannot be removed: %s", e->path, strerror(errno));
-    if (nftw(hidden, remove_one, 16, FTW_DEPTH | FTW_PHYS) != 0) QL_FAIL(QL_EIO, "%s cannot be removed: %s", hidden, strerror(errno));
+    if (!ql_path_remove(hidden)) QL_FAIL(QL_EIO, "%s cannot be removed: %s", hidden, strerror(errno));
     return QL_OK;
 }
 

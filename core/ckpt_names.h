@@ -39,5 +39,7 @@ const char *ql_ckpt_optimizer_name(ql_ckpt_optimizer o);
 /* ".checkpoint-N.old" without checkpoint-N: a save was killed between two renames, and the old one comes back. Only for the process
  * that writes checkpoints, or when none does. */
 void ql_ckpt_mend(const char *run);
+/* What a killed save or removal left, of any step, goes. Only for the process that writes checkpoints. */
+void ql_ckpt_sweep(const char *run);
 
 #endif

@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <ftw.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -47,6 +48,28 @@ ql_status ql_path_mkdirs(const char *path)
             QL_FAIL(QL_EIO, "cannot make the folder %s: %s", p, strerror(errno));
         *c = '/';
     }
+    return QL_OK;
+}
+
+static int remove_one(const char *path, const struct stat *s, int type, struct FTW *f)
+{
+    (void)s, (void)type, (void)f;
+    return remove(path);
+}
+
+bool ql_path_remove(const char *path)
+{
+    return nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS) == 0 || errno == ENOENT;
+}
+
+ql_status ql_path_sync(const char *folder)
+{
+    int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0) QL_FAIL(QL_EIO, "cannot open the folder %s: %s", folder, strerror(errno));
+    /* EINVAL: a file system that cannot sync folders; the data itself is synced. */
+    int rc = fsync(fd), err = errno;
+    close(fd);
+    if (rc != 0 && err != EINVAL) QL_FAIL(QL_EIO, "cannot sync the folder %s: %s", folder, strerror(err));
     return QL_OK;
 }
 
@@ -135,14 +158,7 @@ static ql_status sync_folder(const char *path)
     if (!slash) snprintf(dir, sizeof dir, ".");
     else if (slash == dir) dir[1] = 0;
     else *slash = 0;
-    int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd < 0) QL_FAIL(QL_EIO, "cannot open the folder %s: %s", dir, strerror(errno));
-    /* EINVAL: a file system that cannot sync folders; the data itself is synced. */
-    int rc = fsync(fd), err = errno;
-    close(fd);
-    if (rc != 0 && err != EINVAL)
-        QL_FAIL(QL_EIO, "cannot sync the folder %s: %s", dir, strerror(err));
-    return QL_OK;
+    return ql_path_sync(dir);
 }
 
 ql_status ql_file_commit(ql_file *f)
@@ -172,4 +188,21 @@ ql_status ql_file_save(const char *path, const void *data, size_t n)
 out:
     ql_file_close(f);
     return st;
+}
+
+ql_status ql_file_copy(const char *from, const char *to, const char *const *names, size_t n)
+{
+    char a[QL_PATH_MAX], b[QL_PATH_MAX];
+    for (size_t i = 0; i < n; i++) {
+        char *text = NULL;
+        size_t size = 0;
+        QL_TRY(ql_path_join(a, from, names[i]));
+        QL_TRY(ql_path_join(b, to, names[i]));
+        if (!ql_path_is_file(a)) continue;
+        QL_TRY(ql_file_read(a, 1 << 30, &text, &size));
+        ql_status st = ql_file_save(b, text, size);
+        free(text);
+        QL_TRY(st);
+    }
+    return QL_OK;
 }

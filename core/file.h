@@ -14,6 +14,10 @@ bool ql_path_is_dir(const char *path);
 bool ql_path_is_file(const char *path);
 /* Makes the folder and those above it; one that is there is fine. */
 ql_status ql_path_mkdirs(const char *path) QL_MUST_USE;
+/* The folder and all that is in it, or the file. false, and errno: something is left. What is not there is fine. */
+bool ql_path_remove(const char *path);
+/* The names in a folder reach the disk. */
+ql_status ql_path_sync(const char *folder) QL_MUST_USE;
 
 /* The whole file, NUL-terminated behind *size bytes; refused above max bytes. Caller frees. */
 ql_status ql_file_read(const char *path, int64_t max, char **out, size_t *size) QL_MUST_USE;
@@ -28,5 +32,7 @@ void ql_file_close(ql_file *f); /* not committed: the unfinished file is removed
 
 /* create, write, commit, close in one. */
 ql_status ql_file_save(const char *path, const void *data, size_t n) QL_MUST_USE;
+/* Those of these n files that the one folder has, into the other. */
+ql_status ql_file_copy(const char *from, const char *to, const char *const *names, size_t n) QL_MUST_USE;
 
 #endif

@@ -243,14 +243,29 @@ static ql_status read_rest(ql_history *h, const json_t *rest)
     return ql_json_opt_num(rest, what, "loss_total", -HUGE_VAL, HUGE_VAL, &h->total);
 }
 
-static ql_status read_best(ql_history *h, const json_t *o)
+/* Where the best checkpoint is now: a run's folder may have moved, and its checkpoints with it. false: nowhere. */
+static bool find_best(const char *said, const char *folder, char out[QL_PATH_MAX])
 {
-    const char *what = "trainer_state.json", *path = NULL;
+    char run[QL_PATH_MAX];
+    const char *name = strrchr(said, '/');
+    size_t n = strlen(folder);
+    if (ql_path_is_dir(said)) return snprintf(out, QL_PATH_MAX, "%s", said) < QL_PATH_MAX;
+    while (n > 1 && folder[n - 1] == '/') n--;
+    while (n > 0 && folder[n - 1] != '/') n--;
+    if (n >= sizeof run) return false;
+    snprintf(run, sizeof run, "%.*s", (int)n, folder);
+    return ql_path_join(out, n ? run : ".", name ? name + 1 : said) == QL_OK && ql_path_is_dir(out);
+}
+
+static ql_status read_best(ql_history *h, const char *folder, const json_t *o)
+{
+    const char *what = "trainer_state.json", *said = NULL;
+    char path[QL_PATH_MAX];
     h->has_best = json_is_number(json_object_get(o, "best_metric"));
     QL_TRY(ql_json_opt_num(o, what, "best_metric", -HUGE_VAL, HUGE_VAL, &h->best));
     QL_TRY(ql_json_opt_int(o, what, "best_global_step", 0, h->done, &h->best_step));
-    QL_TRY(ql_json_opt_str(o, what, "best_model_checkpoint", &path));
-    return path ? ql_history_saved(h, h->best_step, path) : QL_OK;
+    QL_TRY(ql_json_opt_str(o, what, "best_model_checkpoint", &said));
+    return said && find_best(said, folder, path) ? ql_history_saved(h, h->best_step, path) : QL_OK;
 }
 
 ql_status ql_history_resume(ql_history *h, const char *folder, const json_t *rest)
@@ -266,7 +281,7 @@ ql_status ql_history_resume(ql_history *h, const char *folder, const json_t *res
     QL_GO(ql_json_int(o, what, "global_step", 0, (int64_t)1e12, &h->done));
     QL_GO(ql_json_opt_int(o, what, "num_input_tokens_seen", 0, INT64_MAX / 2, &h->tokens));
     QL_GO(ql_json_opt_num(o, what, "total_flos", 0, HUGE_VAL, &h->flos));
-    QL_GO(read_best(h, o));
+    QL_GO(read_best(h, folder, o));
     h->begun = h->logged = h->done;
     h->begun_tokens = h->tokens;
     h->sum = h->total = 0;

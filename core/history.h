@@ -34,7 +34,7 @@ ql_status ql_history_eval(ql_history *h, const ql_eval_record *r, int *best) QL_
 
 /* A checkpoint of this step now exists; path is what best_model_checkpoint will say when it is the best. Also after a resume. */
 ql_status ql_history_saved(ql_history *h, int64_t step, const char *path) QL_MUST_USE;
-/* The best step's folder; NULL: none, or it was not saved. Borrowed. */
+/* The best step's folder; NULL: none, it was not saved, or it was gone when the run was resumed. Borrowed. */
 const char *ql_history_best_path(const ql_history *h);
 int64_t ql_history_best_step(const ql_history *h); /* 0: none */
 

@@ -202,18 +202,7 @@ static ql_status copy_small(const char *from, const char *to)
     static const char *const names[] = {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
                                         "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt",
                                         "tokenizer.model"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        char a[QL_PATH_MAX], b[QL_PATH_MAX], *text = NULL;
-        size_t n = 0;
-        QL_TRY(ql_path_join(a, from, names[i]));
-        QL_TRY(ql_path_join(b, to, names[i]));
-        if (!ql_path_is_file(a)) continue;
-        QL_TRY(ql_file_read(a, 256 << 20, &text, &n));
-        ql_status st = ql_file_save(b, text, n);
-        free(text);
-        QL_TRY(st);
-    }
-    return QL_OK;
+    return ql_file_copy(from, to, names, sizeof names / sizeof *names);
 }
 
 /* ---- the command --------------------------------------------------------------------------------- */

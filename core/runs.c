@@ -1,4 +1,5 @@
 /* Run folders as they are found again: names, histories, checkpoints. */
+#include "core/ckpt.h"
 #include "core/qlora.h"
 
 #include <ctype.h>
@@ -35,6 +36,16 @@ ql_status ql_run_next_name(const char *dir, char *buf, size_t size)
     return QL_OK;
 }
 
+ql_status ql_run_checkpoint(const char *path, char **out)
+{
+    char found[QL_PATH_MAX];
+    QL_TRY(ql_ckpt_find(path, found));
+    char *copy = strdup(found);
+    if (!copy) QL_FAIL(QL_ENOMEM, "no memory for a path");
+    *out = copy;
+    return QL_OK;
+}
+
 static int by_step(const void *a, const void *b)
 {
     int64_t x = numbered(*(char *const *)a, "checkpoint-"),
@@ -42,7 +53,7 @@ static int by_step(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* [{"step", "path"}] of the finished checkpoints under a run, in order of their steps. */
+/* [{"step", "path"}] of the checkpoints under a run, other programs' too, in order of their steps. */
 static ql_status find_checkpoints(const char *path, json_t *out)
 {
     char **names = NULL;

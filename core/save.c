@@ -214,7 +214,12 @@ ql_status ql_save_load_best(ql_worker *w, ql_history *h)
 {
     const char *best = ql_history_best_path(h);
     float *flat;
-    if (!best) return QL_OK;
+    if (!ql_history_best_step(h)) return QL_OK;
+    if (!best || !ql_path_is_dir(best))
+        return ql_worker_emit(w, "log", json_pack("{s:s,s:o}", "level", "warning", "text",
+                                                  json_sprintf("load_best_model_at_end: the best evaluation was at step %lld, whose checkpoint is not "
+                                                               "there: the adapter is the last step's",
+                                                               (long long)ql_history_best_step(h))));
     flat = calloc((size_t)w->task->lora->elements, 4);
     if (!flat) QL_FAIL(QL_ENOMEM, "no host memory for the best adapter");
     ql_status st = ql_lora_read(w->task->lora, best, flat);

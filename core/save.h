@@ -11,7 +11,7 @@ ql_status ql_save_checkpoint(ql_worker *w, const char *run, ql_history *h, char 
 ql_status ql_save_final(ql_worker *w, const char *run, ql_history *h);
 /* Adapters and optimizer state of a checkpoint onto the devices; h continues. */
 ql_status ql_save_resume(ql_worker *w, const char *path, ql_history *h);
-/* The adapters of the best checkpoint, where load_best_model_at_end asks for them. */
+/* The adapters of the best checkpoint, where load_best_model_at_end asks for them; a warning where it is gone. */
 ql_status ql_save_load_best(ql_worker *w, ql_history *h);
 
 #endif

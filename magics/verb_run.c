@@ -296,36 +296,26 @@ out:
 /* ---- resume
  * ------------------------------------------------------------------------------------------- */
 
-/* "runs/run-1/checkpoint-40" → the run's folder in place and 1; a run's folder stays and gives 0.
- */
-static int cut_checkpoint(char *path)
+/* "runs/run-1/checkpoint-40" → the run's folder, in place; a run's folder stays. */
+static void cut_checkpoint(char *path)
 {
     size_t n = strlen(path);
     while (n > 1 && path[n - 1] == '/') path[--n] = 0;
     char *slash = strrchr(path, '/');
-    if (!slash || strncmp(slash + 1, "checkpoint-", 11) != 0) return 0;
-    *slash = 0;
-    return 1;
+    if (slash && strncmp(slash + 1, "checkpoint-", 11) == 0) *slash = 0;
 }
 
 ql_status ql_verb_resume(ql_magics *m, const ql_call *call, json_t **out)
 {
-    char *path = NULL, *checkpoint = NULL;
+    char *path = NULL, *whole = NULL, *checkpoint = NULL;
     json_t *report = NULL;
     ql_job *job = NULL;
     ql_status st = QL_OK;
     QL_TRY(ql_session_run_path(m, call->n_args ? call->args[0] : NULL, &path));
-    if (!(checkpoint = strdup(path))) QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
-    int named = cut_checkpoint(path);
+    if (!(whole = strdup(path))) QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
+    cut_checkpoint(path);
     QL_GO(ql_run_report(path, &report));
-    if (!named) {
-        const json_t *all = json_object_get(report, "checkpoints");
-        const char *last = ql_jstr(json_array_get(all, json_array_size(all) - 1), "path", NULL);
-        if (!last)
-            QL_GO(ql_fail(QL_EINVAL, "%s has no checkpoint to go on from; train again", path));
-        free(checkpoint);
-        if (!(checkpoint = strdup(last))) QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
-    }
+    QL_GO(ql_run_checkpoint(whole, &checkpoint));
     QL_GO(ql_session_run_job(m, path, &job));
     QL_GO(ql_call_apply(call, job));
     QL_GO(ql_job_check(job));
@@ -342,6 +332,7 @@ out:
     ql_job_free(job);
     json_decref(report);
     free(path);
+    free(whole);
     free(checkpoint);
     return st;
 }

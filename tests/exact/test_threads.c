@@ -176,7 +176,7 @@ static void stop_and_resume(exact_setting s)
         exact_wrap = NULL;
         CHECK_OK(st);
         for (int r = 0; r < s.world; r++) CHECK_INT(job.ended[r], QL_ESTOP);
-        CHECK_OK(ql_ckpt_find(dir, NULL, checkpoint));
+        CHECK_OK(ql_ckpt_find(dir, checkpoint));
         CHECK_OK(run(&two, dir, checkpoint, &got)); /* another world and store go on */
         st = exact_differs(&s, &want, &got);
         free(got.adapters);

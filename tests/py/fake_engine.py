@@ -86,7 +86,7 @@ def train(c):
     def checkpoint(step):
         folder = f"{path}/checkpoint-{step}"
         os.makedirs(folder, exist_ok=True)
-        for name in ("adapter_model.safetensors", "adapter_config.json"):
+        for name in ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "trainer_state.json", "engine_state.json"):
             with open(f"{folder}/{name}", "w") as f:
                 f.write("{}")
         both("checkpoint", step=step, path=folder)

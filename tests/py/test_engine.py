@@ -261,3 +261,15 @@ def test_text_is_the_same_from_a_shared_head_and_from_stages(engine):
         engine.send("unload")
         engine.until("done")
     assert all(t == texts[0] for t in texts) and len(texts[0][0]) > 10
+
+
+def test_the_best_without_a_checkpoint(engine):
+    """Evaluated at every step, saved at every second: where the best was not saved, that is said, and the last weights stay."""
+    engine.train(devices="cpu:1", max_length=64, max_steps=4, learning_rate=0.5, lora_dropout=0, r=16, seed=7,
+                 eval_dataset=str(ROOT / "notebooks/tiny/eval.jsonl"), eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=2,
+                 load_best_model_at_end=True)
+    e = engine.until(*ENDS)
+    losses = {e["step"]: e["eval_loss"] for e in engine.events if e["ev"] == "eval"}
+    assert e["ev"] == "done" and len(losses) == 4 and min(losses, key=losses.get) == 1, (e, losses)
+    said = [e["text"] for e in engine.events if e["ev"] == "log" and e["level"] == "warning"]
+    assert any("the best evaluation was at step 1, whose checkpoint is not there" in t for t in said), said

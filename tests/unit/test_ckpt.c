@@ -122,9 +122,9 @@ static void round_trip(const char *settings)
     CHECK_OK(ql_ckpt_save(run, &a->of, &a->s, a->h, path));
     CHECK_OK(ql_path_join(want, run, "checkpoint-40"));
     CHECK(strcmp(path, want) == 0);
-    CHECK_OK(ql_ckpt_find(run, NULL, found));
+    CHECK_OK(ql_ckpt_find(run, found));
     CHECK(strcmp(found, want) == 0);
-    CHECK_OK(ql_ckpt_find("/nowhere", run, found));
+    CHECK_OK(ql_ckpt_find(want, found));
     CHECK(strcmp(found, want) == 0);
     dirty(b);
     CHECK_OK(ql_ckpt_load(path, &b->of, &b->s, b->h, &notes));
@@ -191,7 +191,7 @@ TEST(the_same_step_is_replaced)
     CHECK(rename(path, other) == 0);
     CHECK_OK(ql_ckpt_list(run, &list, &n));
     CHECK_INT(n, 0);
-    CHECK_OK(ql_ckpt_find(run, NULL, path));
+    CHECK_OK(ql_ckpt_find(run, path));
     CHECK_OK(ql_ckpt_list(run, &list, &n));
     CHECK_INT(n, 1);
     free(list);
@@ -303,8 +303,8 @@ TEST(incomplete_folders_are_passed_over)
     ql_ckpt_entry *list = NULL;
     int n = 0;
     snprintf(run, sizeof run, "%s", tmp_dir("incomplete"));
-    CHECK_FAILS(ql_ckpt_find(run, NULL, found), QL_EINVAL, "no whole checkpoint");
-    CHECK_FAILS(ql_ckpt_find(run, "/nowhere/checkpoint-1", found), QL_EINVAL, "there is no checkpoint");
+    CHECK_FAILS(ql_ckpt_find(run, found), QL_EINVAL, "no whole checkpoint");
+    CHECK_FAILS(ql_ckpt_find("/nowhere/checkpoint-1", found), QL_EINVAL, "there is no checkpoint");
     world_step(w, 4);
     CHECK_OK(ql_ckpt_save(run, &w->of, &w->s, w->h, path));
     static const char *const names[] = {"checkpoint-9", "checkpoint-x", ".checkpoint-12.tmp", "checkpoint-99999999999999999999", "checkpoint-"};
@@ -313,7 +313,7 @@ TEST(incomplete_folders_are_passed_over)
         CHECK_OK(ql_path_mkdirs(junk));
         tmp_text(junk, "adapter_model.safetensors", "");
     }
-    CHECK_OK(ql_ckpt_find(run, NULL, found));
+    CHECK_OK(ql_ckpt_find(run, found));
     CHECK(strcmp(found, path) == 0);
     w->s.optimizer = QL_CKPT_NONE; /* save_only_model */
     world_step(w, 6);
@@ -321,9 +321,80 @@ TEST(incomplete_folders_are_passed_over)
     CHECK_OK(ql_ckpt_list(run, &list, &n));
     CHECK(n == 2 && list[0].step == 4 && list[0].resumable && list[1].step == 6 && !list[1].resumable);
     free(list);
-    CHECK_OK(ql_ckpt_find(run, NULL, found));
+    CHECK_OK(ql_ckpt_find(run, found));
     CHECK(strcmp(found, path) == 0);
-    CHECK_FAILS(ql_ckpt_find(run, junk, found), QL_EINVAL, "not resumed");
+    CHECK_FAILS(ql_ckpt_find(junk, found), QL_EINVAL, "not resumed");
+    CHECK_OK(ql_path_join(junk, run, "checkpoint-9"));
+    CHECK_FAILS(ql_ckpt_find(junk, found), QL_EINVAL, "checkpoint-9 is not whole: it has no adapter_config.json");
+    char *last = NULL;
+    CHECK_OK(ql_run_checkpoint(run, &last)); /* as front ends ask */
+    CHECK(strcmp(last, path) == 0);
+    free(last);
+    world_close(w);
+}
+
+TEST(the_best_one_is_found_where_the_run_is_now)
+{
+    const char *settings = "{\"r\":8,\"metric_for_best_model\":\"eval_loss\",\"eval_strategy\":\"steps\",\"eval_steps\":20,\"eval_dataset\":\"x\"}";
+    world *w = world_open(settings, 400);
+    char run[QL_PATH_MAX], moved[QL_PATH_MAX], path[QL_PATH_MAX], best[QL_PATH_MAX];
+    json_t *notes = NULL;
+    int is = 0;
+    snprintf(run, sizeof run, "%s", tmp_dir("best"));
+    snprintf(moved, sizeof moved, "%s", tmp_path("moved"));
+    for (int64_t s = 20; s <= 40; s += 20) {
+        world_step(w, s);
+        CHECK_OK(ql_history_eval(w->h, &(ql_eval_record){.loss = (double)s, .seconds = 1, .samples = 1, .batches = 1}, &is));
+        CHECK_OK(ql_ckpt_save(run, &w->of, &w->s, w->h, path));
+    }
+    CHECK_OK(ql_path_join(best, run, "checkpoint-20"));
+    CHECK(strcmp(ql_history_best_path(w->h), best) == 0);
+    CHECK(rename(run, moved) == 0);
+    CHECK_OK(ql_path_join(path, moved, "checkpoint-40/"));
+    CHECK_OK(ql_path_join(best, moved, "checkpoint-20"));
+    world_history(w);
+    CHECK_OK(ql_ckpt_load(path, &w->of, &w->s, w->h, &notes));
+    CHECK(ql_history_best_path(w->h) && strcmp(ql_history_best_path(w->h), best) == 0);
+    CHECK(ql_path_remove(best));
+    world_history(w);
+    json_decref(notes);
+    CHECK_OK(ql_ckpt_load(path, &w->of, &w->s, w->h, &notes));
+    CHECK(ql_history_best_path(w->h) == NULL);
+    CHECK_INT(ql_history_best_step(w->h), 20);
+    json_decref(notes);
+    world_close(w);
+}
+
+TEST(what_a_killed_save_left_goes)
+{
+    world *w = world_open("{\"r\":8}", 40);
+    char run[QL_PATH_MAX], path[QL_PATH_MAX], junk[QL_PATH_MAX], file[QL_PATH_MAX];
+    static const struct {
+        const char *name;
+        bool stays;
+    } c[] = {{".checkpoint-12.tmp", false}, {".checkpoint-3.gone", false}, {".checkpoint-4.old", false}, {"checkpoint-9", true},
+             {".checkpoint-x.tmp", true}, {".cache", true}, {"12.tmp", true}};
+    snprintf(run, sizeof run, "%s", tmp_dir("left"));
+    world_step(w, 4);
+    CHECK_OK(ql_ckpt_save(run, &w->of, &w->s, w->h, path));
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        CHECK_OK(ql_path_join(junk, run, c[i].name));
+        CHECK_OK(ql_path_mkdirs(junk));
+        tmp_text(junk, "optimizer.safetensors", "half of it");
+    }
+    world_step(w, 6); /* not the steps of what was left */
+    CHECK_OK(ql_ckpt_save(run, &w->of, &w->s, w->h, path));
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        CHECK_OK(ql_path_join(junk, run, c[i].name));
+        CHECK_MSG(ql_path_is_dir(junk) == c[i].stays, "%s", c[i].name);
+    }
+    /* The old one of a step whose new one never came is kept, and comes back. */
+    CHECK_OK(ql_path_join(junk, run, ".checkpoint-6.old"));
+    CHECK(rename(path, junk) == 0);
+    world_step(w, 8);
+    CHECK_OK(ql_ckpt_save(run, &w->of, &w->s, w->h, path));
+    CHECK_OK(ql_path_join(file, run, "checkpoint-6"));
+    CHECK(ql_path_is_dir(file) && !ql_path_is_dir(junk));
     world_close(w);
 }
 
@@ -393,7 +464,7 @@ TEST(killed_at_any_moment)
         usleep(2000 + (seed >> 8) % (k % 4 == 0 ? 120000 : 25000) * (unsigned)(1 + k / KILLS));
         CHECK(kill(pid, SIGKILL) == 0);
         CHECK(waitpid(pid, &status, 0) == pid && WIFSIGNALED(status));
-        ql_status st = ql_ckpt_find(run, NULL, path);
+        ql_status st = ql_ckpt_find(run, path);
         if (st != QL_OK && last == 0) { /* not one was finished yet */
             ql_error_clear();
             continue;
@@ -451,5 +522,5 @@ TEST(a_full_disk_leaves_the_last_one)
 }
 
 TEST_MAIN(T(what_is_saved_comes_back), T(a_folder_that_peft_and_people_know), T(the_same_step_is_replaced), T(mismatches_are_named),
-          T(damage_is_named), T(one_missing_state_is_named), T(incomplete_folders_are_passed_over), T(rotation_keeps_the_best),
+          T(damage_is_named), T(one_missing_state_is_named), T(incomplete_folders_are_passed_over), T(the_best_one_is_found_where_the_run_is_now), T(what_a_killed_save_left_goes), T(rotation_keeps_the_best),
           T(killed_at_any_moment), T(a_full_disk_leaves_the_last_one))
