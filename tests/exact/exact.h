@@ -261,7 +261,7 @@ static inline ql_status exact_listen(ql_ranks *r, exact_outcome *o)
             if (exact_mem->why[i][0]) {
                 /* The rank with the words, not one that only saw another fail. */
                 int k = i;
-                usleep(200000);
+                for (int ms = 0; ms < 20000 && !__atomic_load_n(&exact_mem->ended[i], __ATOMIC_ACQUIRE); ms++) usleep(1000);
                 while (k + 1 < ql_ranks_world(r) && strstr(exact_mem->why[k], "rank failed")) k++;
                 QL_FAIL(QL_EPEER, "%s", exact_mem->why[k][0] ? exact_mem->why[k] : exact_mem->why[i]);
             }

@@ -25,6 +25,7 @@ class Engine:
         self.process = subprocess.Popen([os.environ.get("QLORA_ENGINE", str(BUILD / "qlora-engine"))], cwd=str(cwd), pass_fds=(3,), preexec_fn=lambda: os.dup2(fd, 3),
                                         stdout=self.log, stderr=subprocess.STDOUT, env=dict(os.environ, **(env or {})))
         theirs.close()
+        ours.settimeout(300)
         self.socket, self.lines, self.id = ours, ours.makefile("r", encoding="utf-8"), 0
         assert self.event()["ev"] == "ready"
 
@@ -62,7 +63,7 @@ class Engine:
         self.lines.close()
         self.socket.close()
         try:
-            self.process.wait(10)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise

@@ -1,6 +1,8 @@
 """What the tests of the front end share: where things are built, and cells run in a stock ipykernel."""
+import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -10,16 +12,21 @@ BUILD = BUILD if BUILD.is_absolute() else ROOT / BUILD
 FAKE = ROOT / "tests" / "py" / "fake_engine.py"
 
 
+def step_of(out, most):
+    """The highest step that a bar of so many has shown; -1: none yet."""
+    return max((int(n) for kind, c in out for n in re.findall(rf"\b(\d+)/{most}\b", json.dumps(c.get("data", {})))), default=-1)
+
+
 def environment(how="", engine=FAKE):
     return dict(os.environ, QLORA_ENGINE=str(engine), FAKE_ENGINE=how, QLORA_BUNDLED=str(ROOT / "notebooks"), PYTHONPATH=str(BUILD / "python"), PYDEVD_DISABLE_FILE_VALIDATION="1")
 
 
-def shell(text, cwd, how="", engine=FAKE, timeout=60):
+def shell(text, cwd, how="", engine=FAKE, timeout=300):
     """build/qlora with these lines on stdin."""
     return subprocess.run([str(BUILD / "qlora")], input=text, cwd=cwd, env=environment(how, engine), capture_output=True, text=True, timeout=timeout)
 
 
-def python(text, cwd, how="", timeout=120, interpreter=sys.executable):
+def python(text, cwd, how="", timeout=300, interpreter=sys.executable):
     return subprocess.run([interpreter, "-c", text], cwd=cwd, env=environment(how), capture_output=True, text=True, timeout=timeout)
 
 
@@ -34,11 +41,11 @@ class Kernel:
         self.manager.start_kernel(cwd=str(cwd), env=environment(how) if env is None else dict(os.environ, **env))
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=300)
         reply, out = self.run("%load_ext qlora")
         assert reply["status"] == "ok", reply
 
-    def run(self, code, timeout=60, during=None):
+    def run(self, code, timeout=300, during=None):
         outputs = []
 
         def hook(message):

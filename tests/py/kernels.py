@@ -2,6 +2,7 @@
 import contextlib, os, sys, tempfile, time
 from pathlib import Path
 
+from clock import wait_for  # noqa: F401: for those who import this
 from jupyter_client.manager import KernelManager
 
 root = Path(__file__).resolve().parents[2]
@@ -27,13 +28,13 @@ class Kernel:
         self.manager.start_kernel(stderr=sys.__stderr__, env=env, **options)
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=300)
         self.pid = self.manager.provisioner.process.pid
 
     def send(self, code, **options):
         return self.client.execute(code, **options)
 
-    def collect(self, request, timeout=60, on_message=None):
+    def collect(self, request, timeout=300, on_message=None):
         """Messages of that request up to its idle, then its reply."""
         shown, end = [], time.monotonic() + timeout
         while True:
@@ -50,11 +51,18 @@ class Kernel:
             if reply["parent_header"].get("msg_id") == request:
                 return reply["content"], shown
 
-    def run(self, code, timeout=60, on_message=None, **options):
+    def run(self, code, timeout=300, on_message=None, **options):
         return self.collect(self.send(code, **options), timeout, on_message)
 
     def interrupt(self):
         self.manager.interrupt_kernel()
+
+    def wait_for_text(self, part, timeout=300):
+        """Until a cell that runs has printed this; what came before is gone then."""
+        seen, end = "", time.monotonic() + timeout
+        while part not in seen:
+            m = self.client.get_iopub_msg(timeout=max(0.01, end - time.monotonic()))
+            seen += m["content"]["text"] if m["msg_type"] == "stream" else ""
 
     def alive(self):
         return self.manager.is_alive()
@@ -86,12 +94,3 @@ def kinds(shown):
         if kind not in ("status", "execute_input") and not (out and out[-1] == kind and m["msg_type"] == "stream"):
             out.append(kind)
     return out
-
-
-def wait_for(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True

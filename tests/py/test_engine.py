@@ -9,17 +9,12 @@ import time
 
 import pytest
 
+from clock import Clock, children, wait_for
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = pathlib.Path(os.environ.get("BUILD", ROOT / "build"))
 BUILD = BUILD if BUILD.is_absolute() else ROOT / BUILD
 ENDS = ("done", "error", "stopped")
-
-
-def children(pid):
-    try:
-        return [int(c) for c in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
 
 
 def alive(pid):
@@ -41,7 +36,7 @@ class Engine:
         self.buffer, self.events, self.id = b"", [], 0
         self.until("ready")
 
-    def event(self, timeout=60):
+    def event(self, timeout=120):
         end = time.monotonic() + timeout
         while b"\n" not in self.buffer:
             self.ours.settimeout(max(0.01, end - time.monotonic()))
@@ -52,19 +47,20 @@ class Engine:
         self.events.append(json.loads(line))
         return self.events[-1]
 
-    def until(self, *names, when=lambda e: True, timeout=60):
+    def until(self, *names, when=lambda e: True, timeout=120):
         while True:
             e = self.event(timeout)
             if e["ev"] in names and when(e):
                 return e
             assert e["ev"] not in ENDS or e["ev"] in names, e
 
-    def send(self, cmd, **fields):
+    def send(self, cmd, then="", **fields):
+        """then: lines that are there as soon as the command is."""
         self.id += 1
-        self.ours.sendall((json.dumps(dict(fields, cmd=cmd, id=self.id)) + "\n").encode())
+        self.ours.sendall((json.dumps(dict(fields, cmd=cmd, id=self.id)) + "\n" + then).encode())
         return self.id
 
-    def train(self, run="runs/a", resume=None, steps=None, **settings):
+    def train(self, run="runs/a", resume=None, steps=None, then="", **settings):
         job = dict({"model": str(ROOT / "notebooks/tiny"), "data": str(ROOT / "notebooks/tiny/train.jsonl"), "devices": "cpu:2", "max_length": 128,
                     "max_steps": 400, "lora_dropout": 0.05, "gradient_accumulation_steps": 2, "r": 8}, **settings)
         fields = {"job": job, "run": str(self.cwd / run)}
@@ -72,15 +68,12 @@ class Engine:
             fields["resume"] = resume
         if steps:
             fields["steps"] = steps
-        return self.send("train", **fields)
+        return self.send("train", then, **fields)
 
     def ranks(self, n=2):
-        for _ in range(500):
-            pids = children(self.process.pid)
-            if len(pids) == n:
-                return pids
-            time.sleep(0.01)
-        raise AssertionError(f"{pids} are not {n} ranks")
+        pids = wait_for(lambda: children(self.process.pid) if len(children(self.process.pid)) == n else None)
+        assert pids, f"{children(self.process.pid)} are not {n} ranks"
+        return pids
 
     def works(self):
         """The next command on fresh ranks."""
@@ -92,7 +85,7 @@ class Engine:
 
     def close(self):
         self.ours.close()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 @pytest.fixture
@@ -105,10 +98,10 @@ def engine(tmp_path):
     assert e.process.returncode == 0
 
 
-def ends_in_error(engine, since):
+def ends_in_error(engine, clock):
     e = engine.until(*ENDS)
     assert e["ev"] == "error", e
-    assert time.monotonic() - since < 6
+    assert clock.seconds() < 6
     return e
 
 
@@ -118,8 +111,9 @@ def test_a_rank_dies_in_a_step(engine, rank, how):
     engine.train()
     engine.until("step", when=lambda e: e["step"] == 3)
     pids = engine.ranks()
+    clock = Clock()
     os.kill(pids[rank], how)
-    e = ends_in_error(engine, time.monotonic())
+    e = ends_in_error(engine, clock)
     assert e["rank"] == rank and e["step"] >= 3 and f"of step {e['step']}" in e["action"], e
     assert f"signal {int(how)}" in e["text"] and e["action"] in e["text"] and "resume" in e["text"]
     engine.works()
@@ -132,27 +126,34 @@ def test_a_rank_dies_while_the_other_waits_for_it(engine):
     pids = engine.ranks()
     os.kill(pids[1], signal.SIGSTOP)
     time.sleep(0.3)  # rank 0 has come to a collective
+    clock = Clock()
     os.kill(pids[1], signal.SIGKILL)
-    e = ends_in_error(engine, time.monotonic())
+    e = ends_in_error(engine, clock)
     assert e["rank"] == 1 and "signal 9" in e["text"], e
     engine.works()
 
 
 def test_a_rank_dies_while_loading(engine):
-    engine.train()
-    pids = engine.ranks()
-    os.kill(pids[0], signal.SIGKILL)
-    e = ends_in_error(engine, time.monotonic())
-    assert e["rank"] == 0 and e["step"] == 0 and e["action"], e
+    for _ in range(50):   # on a busy machine it may have loaded before it can be killed: then once more
+        engine.train()
+        pids = engine.ranks()
+        clock = Clock()
+        os.kill(pids[0], signal.SIGKILL)
+        e = ends_in_error(engine, clock)
+        assert e["rank"] == 0 and e["action"], e
+        if e["step"] == 0:
+            break
+    assert e["step"] == 0, e
     engine.works()
 
 
 def test_a_rank_stalls(engine):
-    engine.train(deadline_ms=200)
+    engine.train(deadline_ms=1500)
     engine.until("step", when=lambda e: e["step"] == 2)
     pids = engine.ranks()
+    clock = Clock()
     os.kill(pids[1], signal.SIGSTOP)
-    e = ends_in_error(engine, time.monotonic())
+    e = ends_in_error(engine, clock)
     assert e["rank"] == 1 and "deadline_ms" in e["text"] and "of step" in e["action"], e
     engine.works()
     assert not [p for p in pids if alive(p)]
@@ -160,23 +161,23 @@ def test_a_rank_stalls(engine):
 
 @pytest.mark.parametrize("how", [{"store": "resident"}, {"store": "sharded"}, {"pipeline": "1f1b"}, {"pipeline": "recompute_ahead", "store": "host"}])
 def test_stop_and_resume(engine, how):
-    engine.train(run="runs/whole", max_steps=12, **how)
-    assert engine.until(*ENDS)["ev"] == "done"
-    whole = engine.losses()
-    assert len(whole) == 12
-    engine.events.clear()
-    engine.train(run="runs/part", max_steps=12, **how)
+    engine.train(run="runs/part", **how)
     engine.until("step", when=lambda e: e["step"] == 4)
-    since = time.monotonic()
+    clock = Clock()
     engine.send("stop")
     e = engine.until(*ENDS)
-    assert time.monotonic() - since < 1
+    assert clock.seconds() < 1
     assert e["ev"] == "stopped" and e["step"] >= 4, e
     assert e["checkpoint"].endswith(f"runs/part/checkpoint-{e['step']}") and pathlib.Path(e["checkpoint"], "adapter_model.safetensors").exists()
     # Another world and store; the loss is the same bits.
-    engine.train(run="runs/part", resume=e["checkpoint"], max_steps=12, devices="cpu:1", gradient_accumulation_steps=4)
+    steps = e["step"] + 8
+    engine.train(run="runs/part", resume=e["checkpoint"], steps=steps, devices="cpu:1", gradient_accumulation_steps=4)
     assert engine.until(*ENDS)["ev"] == "done"
-    assert engine.losses() == whole
+    part = engine.losses()
+    engine.events.clear()
+    engine.train(run="runs/whole", steps=steps, **how)
+    assert engine.until(*ENDS)["ev"] == "done"
+    assert engine.losses() == part and list(part) == list(range(1, steps + 1))
     a, b = ((engine.cwd / "runs" / r / "adapter_model.safetensors").read_bytes() for r in ("whole", "part"))
     assert a == b
 
@@ -189,15 +190,14 @@ def test_stops_at_any_moment(engine, world, how):
         engine.train(run=f"runs/{i}", **how, devices=f"cpu:{world}", gradient_accumulation_steps=8 // world, save_only_model=i % 2 == 0)
         engine.until("step", when=lambda e: e["step"] == 1)
         time.sleep(0.013 * i)
-        since = time.monotonic()
+        clock = Clock()
         engine.send("stop")
         e = engine.until(*ENDS)
-        assert e["ev"] == "stopped" and time.monotonic() - since < 3, e
+        assert e["ev"] == "stopped" and clock.seconds() < 3, e
 
 
 def test_stop_before_the_first_step(engine):
-    engine.train()
-    engine.send("stop")
+    engine.train(then='{"cmd":"stop"}\n')
     e = engine.until(*ENDS)
     assert e["ev"] == "stopped" and e["step"] == 0 and e["checkpoint"] is None, e
     engine.works()
@@ -228,10 +228,10 @@ def test_the_front_end_goes_away(tmp_path):
     e.train()
     e.until("step", when=lambda s: s["step"] == 2)
     pids = e.ranks()
-    since = time.monotonic()
+    clock = Clock()
     e.ours.close()
-    e.process.wait(10)
-    assert e.process.returncode == 0 and time.monotonic() - since < 6
+    e.process.wait(60)
+    assert e.process.returncode == 0 and clock.seconds() < 6
     assert not [p for p in pids if alive(p)]
 
 
@@ -241,12 +241,8 @@ def test_the_engine_is_killed(tmp_path):
     e.until("step", when=lambda s: s["step"] == 2)
     pids = e.ranks()
     e.process.kill()
-    e.process.wait(10)
-    for _ in range(200):
-        if not [p for p in pids if alive(p)]:
-            break
-        time.sleep(0.02)
-    assert not [p for p in pids if alive(p)], "ranks outlive the engine"
+    e.process.wait(60)
+    assert wait_for(lambda: not [p for p in pids if alive(p)]), "ranks outlive the engine"
 
 
 def test_text_is_the_same_from_a_shared_head_and_from_stages(engine):

@@ -4,10 +4,10 @@ import os
 import pathlib
 import shutil
 import signal
-import time
 
 import pytest
-from test_engine import BUILD, ENDS, ROOT, Engine, alive, children
+from clock import Clock, children
+from test_engine import BUILD, ENDS, ROOT, Engine, alive
 
 TINY = ROOT / "notebooks" / "tiny"
 PROGRAM = str(BUILD / "tests" / "faulty_engine")
@@ -31,9 +31,9 @@ def fails(tmp_path, how, rank, action, **settings):
     e.train(**settings)
     e.until("step", when=lambda s: s["step"] == 2)
     pids = children(e.process.pid)
-    since = time.monotonic()
+    clock = Clock()
     end = e.until(*ENDS)
-    took = time.monotonic() - since
+    took = clock.seconds()
     assert end["ev"] == "error", end
     e.works()
     assert not [p for p in pids if alive(p)]
@@ -74,7 +74,7 @@ def test_a_rank_has_no_memory_at_each_action(tmp_path, rank, action):
 
 @pytest.mark.parametrize("rank,action", [((i + 1) % 2, a) for i, a in enumerate(ACTIONS) if i % 3 == 0])
 def test_a_rank_stalls_at_an_action(tmp_path, rank, action):
-    end, took = fails(tmp_path, "stall", rank, action, deadline_ms=500, **SHARDED)
+    end, took = fails(tmp_path, "stall", rank, action, deadline_ms=1500, **SHARDED)
     # In a collective that has begun everywhere nobody is behind.
     either = end["rank"] if action in ("GATHER", "REDUCE", "STEP") else rank
     assert took < 6 and named(end, either, action) and "deadline_ms" in end["text"], end
@@ -87,10 +87,10 @@ def test_a_model_file_is_cut_short_in_use(tmp_path):
     e = Engine(tmp_path)
     e.train(model=str(model), fsdp=True)
     e.until("step", when=lambda s: s["step"] == 2)
-    since = time.monotonic()
+    clock = Clock()
     os.truncate(model / "model.safetensors", 4096)
     end = e.until(*ENDS)
-    assert end["ev"] == "error" and time.monotonic() - since < 6, end
+    assert end["ev"] == "error" and clock.seconds() < 6, end
     assert "signal 7" in end["text"] and "model.safetensors was cut short" in end["text"] and end["step"] >= 2, end
     e.works()  # of a whole model
     e.close()

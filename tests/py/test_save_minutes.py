@@ -10,7 +10,7 @@ def test_by_the_clock_and_resumed(tmp_path):
 import os; os.environ.update({engine!r})
 import json, qlora
 qlora.run("load", "tiny"); qlora.run("data", "tiny")
-qlora.run("config", devices="cpu:2", fsdp=True, max_length=64, max_steps=150, save_minutes=0.005, lora_dropout=0.1)
+qlora.run("config", devices="cpu:2", fsdp=True, max_length=64, max_steps=150, save_minutes=0.001, lora_dropout=0.1)
 a = qlora.run("train", run_name="clock")
 steps = sorted(int(p.name.split("-")[1]) for p in a.path.glob("checkpoint-*"))
 b = qlora.run("train", run_name="plain", save_minutes=0)

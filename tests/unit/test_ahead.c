@@ -56,7 +56,7 @@ TEST(pages_come_before_their_turn)
     for (int turn = 0; turn < PARTS; turn++) {
         ql_ahead_turn(a, turn);
         int last = turn + 2 < PARTS ? turn + 2 : PARTS - 1;
-        for (int k = 0; k < 500 && resident(&f, (int64_t)last * PART, PART) < PART; k++) usleep(10000);
+        for (int k = 0; k < 6000 && resident(&f, (int64_t)last * PART, PART) < PART; k++) usleep(10000);
         CHECK_INT(resident(&f, 0, (int64_t)(last + 1) * PART), (int64_t)(last + 1) * PART);
         /* The kernel's own reading ahead goes a little further. */
         if (last + 1 < PARTS) CHECK(resident(&f, (int64_t)(last + 1) * PART, (int64_t)(PARTS - last - 1) * PART) < PART);
