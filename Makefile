@@ -66,7 +66,7 @@ all: $(LIB) $(PROGRAMS)
 
 # Python tools from one pinned list.
 setup-python:
-	@PYTHON=$(PYTHON) .ci/setup python $(BUILD)/venv
+	@PYTHON='$(PYTHON)' .ci/setup python $(BUILD)/venv
 
 # What was found on this machine, and what is missing, why, and how to get it.
 info:

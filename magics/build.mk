@@ -1,7 +1,7 @@
 # magics: the `%qlora` library, the shell host, the Python extension.
 MAGICS_SRC := $(filter-out %_main.c magics/extension.c,$(wildcard magics/*.c))
 MAGICS_LIB := $(BUILD)/libmagics.a
-PY_CFLAGS  := $(shell $(PYTHON) -c 'import sysconfig; print("-isystem " + sysconfig.get_paths()["include"])' 2>/dev/null)
+PY_CFLAGS  := $(shell '$(PYTHON)' -c 'import sysconfig; print("-isystem " + sysconfig.get_paths()["include"])' 2>/dev/null)
 PY_PACKAGE := $(BUILD)/python/qlora
 
 $(MAGICS_LIB): $(MAGICS_SRC:%.c=$(BUILD)/%.o)

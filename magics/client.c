@@ -22,7 +22,7 @@ enum {
     DEVICES_MS = 20000,
     LINE_MAX_BYTES = 256 << 20, /* a longer line is no protocol */
     GARBAGE_MAX = 100,          /* lines that are not JSON before the engine is given up */
-    LOG_KEEP = 1 << 20, /* what the engine printed is dropped above this, between commands */
+    LOG_KEEP = 1 << 20, /* of what the engine printed; twice that may be held for a moment */
     STUCK_MS = 5000,
     SLACK_MS = 1500 /* from end of input to SIGKILL */
 };
@@ -36,6 +36,7 @@ struct ql_client {
     char cwd[4096]; /* where it was started: paths in commands may be relative */
     int fd;      /* our end of the socketpair, -1 */
     int log;     /* memfd: the engine's stdout and stderr, which therefore never block it */
+    off_t dropped; /* bytes at its beginning that are no longer held */
     int wstatus; /* how it ended, once `ended` */
     int ended, eof, garbage;
     int presses; /* stops asked for in the running command */
@@ -135,6 +136,8 @@ static int reap(ql_client *c)
 /* Ends the engine and its ranks and waits for it: end of input first, then SIGKILL to the group. */
 static void engine_end(ql_client *c, int patience_ms)
 {
+    /* A fork of the notebook may hold the socket, too: closing it alone would be no end of input. */
+    if (c->fd >= 0 && c->owner == getpid()) shutdown(c->fd, SHUT_RDWR);
     fd_close(&c->fd);
     if (c->pid > 0 && c->owner == getpid()) {
         int64_t until = now_ms() + patience_ms;
@@ -153,9 +156,19 @@ static void engine_forget(ql_client *c)
     c->pid = 0;
     c->ended = c->eof = c->garbage = 0;
     c->start = c->scanned = 0;
+    c->dropped = 0;
     ql_buf_clear(&c->in);
     free(c->version);
     c->version = NULL;
+}
+
+/* Gives back the memory of what the engine printed long ago. */
+static void log_trim(ql_client *c)
+{
+    off_t old = lseek(c->log, 0, SEEK_END) - LOG_KEEP;
+    if (old - c->dropped < LOG_KEEP) return;
+    fallocate(c->log, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, c->dropped, old - c->dropped);
+    c->dropped = old;
 }
 
 /* ---- its last words
@@ -355,7 +368,7 @@ static ql_status engine_start(ql_client *c)
     c->log = memfd_create("qlora-engine", MFD_CLOEXEC);
     if (c->log >= 0) {
         c->log = fd_high(c->log);
-        fcntl(c->log, F_SETFL, O_APPEND); /* so that cutting it back leaves no hole */
+        fcntl(c->log, F_SETFL, O_APPEND);
     }
     int e = theirs < 0 || c->log < 0 ? errno : spawn(argv, c->log, c->log, theirs, &c->pid);
     fd_close(&theirs);
@@ -508,6 +521,7 @@ static ql_status follow(ql_client *c, json_int_t id, const char *what, ql_client
         }
         if (!ev || now_ms() - ticked >= TICK_MS) {
             ticked = now_ms();
+            log_trim(c);
             QL_TRY(presses(c, c->host->interrupts(c->host->self), what));
             if (tick && mine == QL_OK) tick(self);
         }
@@ -530,8 +544,6 @@ ql_status ql_client_command(ql_client *c, json_t *command, ql_client_event event
         engine_forget(c);
     }
     if (c->pid <= 0) QL_TRY(engine_ready(c));
-    if (lseek(c->log, 0, SEEK_END) > LOG_KEEP && ftruncate(c->log, 0) < 0)
-        c->host->print(c->host->self, "");
     c->presses = 0;
     json_int_t id = ++c->last_id;
     if (json_object_set_new(command, "id", json_integer(id)) < 0)
@@ -629,6 +641,11 @@ void ql_client_close(ql_client *c)
     ql_buf_free(&c->in);
     free(c->engine);
     free(c);
+}
+
+void ql_client_forked(ql_client *c)
+{
+    engine_forget(c);
 }
 
 int ql_client_running(const ql_client *c)

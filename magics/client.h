@@ -17,6 +17,7 @@ typedef void (*ql_client_tick)(void *self);
 /* Nothing is started yet: the first command does that. The host must outlive the client. */
 ql_status ql_client_open(const char *engine, int ready_ms, const ql_host *host, ql_client **out);
 void ql_client_close(ql_client *c);
+void ql_client_forked(ql_client *c); /* in the child of a fork: the engine is the parent's */
 
 /* Sends {"cmd": …} (an "id" is added) and waits for its end. *result: of "done", a new reference.
  *   QL_ESTOP   stopped by the user; *result is the "stopped" event

@@ -181,9 +181,10 @@ static ql_status host_event(void *self, const json_t *event)
 {
     (void)self;
     if (!the.listener) return QL_OK;
-    PyObject *text = json_to_python(event);
-    PyObject *r = text ? PyObject_CallFunctionObjArgs(the.listener, text, NULL) : NULL;
+    PyObject *listener = Py_NewRef(the.listener), *text = json_to_python(event); /* it may call listen() */
+    PyObject *r = text ? PyObject_CallFunctionObjArgs(listener, text, NULL) : NULL;
     Py_XDECREF(text);
+    Py_DECREF(listener);
     if (!r) return keep_exception("a callback");
     the.presses += PyObject_IsTrue(r) == 1;
     Py_DECREF(r);
@@ -218,15 +219,22 @@ static PyObject *raise_verb(ql_status st)
     return raise(st == QL_ENOMEM ? QL_EDEVICE : st);
 }
 
-static PyObject *core_open(PyObject *module, PyObject *args)
+/* A path in the system's own bytes, which need not be UTF-8; None is NULL. */
+static int path_or_none(PyObject *o, void *out)
 {
-    PyObject *host;
-    const char *engine, *runs, *bundled, *hub;
-    int follow, ready_ms = 0;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "Ozzzzi|i", &host, &engine, &runs, &bundled, &hub, &follow,
-                          &ready_ms))
-        return NULL;
+    if (o && o != Py_None) return PyUnicode_FSConverter(o, out);
+    Py_XDECREF(*(PyObject **)out); /* without o: what was converted is not needed */
+    *(PyObject **)out = NULL;
+    return Py_CLEANUP_SUPPORTED;
+}
+
+static const char *path_text(PyObject *path)
+{
+    return path ? PyBytes_AsString(path) : NULL;
+}
+
+static PyObject *open_session(PyObject *host, const ql_magics_options *o)
+{
     if (the.running) return PyErr_Format(the.error, "%%qlora is running");
     ql_host h = {.show = host_show,
                  .print = host_print,
@@ -239,22 +247,37 @@ static PyObject *core_open(PyObject *module, PyObject *args)
                  .hub = host_hub,
                  .push = host_push,
                  .event = host_event};
-    ql_magics_options o = {.engine = engine,
-                           .runs = runs,
-                           .bundled = bundled,
-                           .hub = hub,
-                           .follow = (ql_follow)follow,
-                           .ready_ms = ready_ms};
     ql_magics *m;
+    PyObject *before = the.host;
     ql_error_clear();
-    ql_status st = ql_magics_open(&o, &h, &m);
+    ql_status st = ql_magics_open(o, &h, &m);
     if (st != QL_OK) return raise(st);
     ql_magics_close(the.magics);
     the.magics = m;
-    Py_INCREF(host);
-    Py_XDECREF(the.host);
-    the.host = host;
+    the.host = Py_NewRef(host);
+    Py_XDECREF(before);
     Py_RETURN_NONE;
+}
+
+static PyObject *core_open(PyObject *module, PyObject *args)
+{
+    PyObject *host, *engine = NULL, *runs = NULL, *bundled = NULL, *hub = NULL, *r;
+    int follow, ready_ms = 0;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OO&O&O&O&i|i", &host, path_or_none, &engine, path_or_none, &runs, path_or_none, &bundled,
+                          path_or_none, &hub, &follow, &ready_ms))
+        return NULL;
+    r = open_session(host, &(ql_magics_options){.engine = path_text(engine),
+                                                .runs = path_text(runs),
+                                                .bundled = path_text(bundled),
+                                                .hub = path_text(hub),
+                                                .follow = (ql_follow)follow,
+                                                .ready_ms = ready_ms});
+    Py_XDECREF(engine);
+    Py_XDECREF(runs);
+    Py_XDECREF(bundled);
+    Py_XDECREF(hub);
+    return r;
 }
 
 static PyObject *core_close(PyObject *module, PyObject *none)
@@ -285,9 +308,8 @@ static PyObject *core_run(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "s|z", &line, &body) || !ready()) return NULL;
     the.running = 1;
-    the.presses = 0;
     ql_status st = ql_magics_run(the.magics, line, body, &result);
-    the.running = 0;
+    the.running = the.presses = 0;
     if (st != QL_OK || the.type) {
         json_decref(result);
         return raise_verb(st);
@@ -299,9 +321,10 @@ static PyObject *core_run(PyObject *module, PyObject *args)
 
 static PyObject *core_listen(PyObject *module, PyObject *listener)
 {
+    PyObject *before = the.listener;
     (void)module;
-    Py_XDECREF(the.listener);
     the.listener = listener == Py_None ? NULL : Py_NewRef(listener);
+    Py_XDECREF(before);
     Py_RETURN_NONE;
 }
 
@@ -325,6 +348,22 @@ static PyObject *core_press(PyObject *module, PyObject *none)
 {
     (void)module, (void)none;
     the.presses++;
+    Py_RETURN_NONE;
+}
+
+static PyObject *core_unpress(PyObject *module, PyObject *none)
+{
+    (void)module, (void)none;
+    the.presses = 0;
+    Py_RETURN_NONE;
+}
+
+/* In the child of a fork: the engine is the parent's, and so is a verb that was running. */
+static PyObject *core_forked(PyObject *module, PyObject *none)
+{
+    (void)module, (void)none;
+    the.running = 0;
+    if (the.magics) ql_magics_forked(the.magics);
     Py_RETURN_NONE;
 }
 
@@ -385,7 +424,9 @@ static PyMethodDef functions[] = {
     {"run", core_run, METH_VARARGS, "run(line, body=None) -> JSON text of the result, or None"},
     {"listen", core_listen, METH_O, "listen(f): f(text of an event) -> true to stop; None: no longer"},
     {"settings", core_settings, METH_NOARGS, "settings() -> JSON list of what can be set"},
-    {"press", core_press, METH_NOARGS, "press(): counts a stop; the running verb ends at its next look"},
+    {"press", core_press, METH_NOARGS, "press(): counts a stop; the verb that runs, or begins, ends at its next look"},
+    {"unpress", core_unpress, METH_NOARGS, "unpress(): forgets stops that no verb saw"},
+    {"forked", core_forked, METH_NOARGS, "forked(): lets go of the parent's engine, in the child of a fork"},
     {"last", core_last, METH_NOARGS, "last() -> JSON text of the last run, or None"},
     {"complete", core_complete, METH_VARARGS, "complete(line) -> JSON list of words"},
     {"help", core_help, METH_VARARGS, "help(topic=None) -> text"},

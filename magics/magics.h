@@ -60,6 +60,8 @@ typedef struct ql_magics ql_magics;
 
 ql_status ql_magics_open(const ql_magics_options *options, const ql_host *host, ql_magics **out);
 void ql_magics_close(ql_magics *m); /* ends the engine; NULL is allowed */
+/* In the child of a fork: lets go of the parent's engine, which would live as long as the child does. */
+void ql_magics_forked(ql_magics *m);
 
 /* Runs one cell: line without "%qlora", body of a %%qlora cell or NULL. *out is NULL after a
  * trailing ';', else {"kind": verb, "repr": one line, "data": {…}, "bundle": what to show, or null

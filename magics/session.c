@@ -34,6 +34,11 @@ out:
     return st;
 }
 
+void ql_magics_forked(ql_magics *m)
+{
+    ql_client_forked(m->client);
+}
+
 void ql_magics_close(ql_magics *m)
 {
     if (!m) return;

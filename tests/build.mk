@@ -100,7 +100,7 @@ test: setup-python all $(UNIT) $(RANKS_TESTS) $(BUILD)/tests/faulty_engine $(FUZ
 # is enough); HF_VENV=/path takes one that is there, installed from tests/hf/requirements.txt.
 HF_VENV ?=
 hf-venv:
-	@[ -n "$(HF_VENV)" ] || PYTHON=$(PYTHON) .ci/setup python $(BUILD)/venv-hf tests/hf/requirements.txt
+	@[ -n "$(HF_VENV)" ] || PYTHON='$(PYTHON)' .ci/setup python $(BUILD)/venv-hf tests/hf/requirements.txt
 
 test-hf: hf-venv all
 	@BUILD=$(BUILD) VENV=$(or $(HF_VENV),$(BUILD)/venv-hf) tests/run tests/hf

@@ -126,6 +126,8 @@ def train(c):
                         time.sleep(60)
                 if w == "garbage":
                     sock.sendall(b"hello\n\xff\xfe\n[1,2]\n{\"ev\":5}\n{}\n" + b"x" * 100000 + b"\n")
+                if w == "loud":
+                    os.write(2, b"words and words\n" * (1 << 20))
                 if w == "noise":
                     sock.sendall(b"not an event\n" * 300)
                 if w == "huge":

@@ -355,6 +355,8 @@ def test_install_into_a_virtual_environment(tmp_path):
     data = tmp_path / "data"
     tools = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "PYTHON")}
     make = ["make", "-s", f"BUILD={build}", f"PYTHON={env}/bin/python"]
+    compiles = subprocess.run(make + ["-n", "-W", "magics/extension.c", f"{build}/magics/extension.o"], cwd=root, env=tools, capture_output=True, text=True)
+    assert "-isystem" in compiles.stdout, "a Python in a folder with a blank is asked for its headers, too"
     out = subprocess.run(make + ["install"], cwd=root, env=dict(tools, JUPYTER_DATA_DIR=str(data)), capture_output=True, text=True)
     assert out.returncode == 0, out.stdout + out.stderr
     spec = data / "kernels/qlora-my-env"

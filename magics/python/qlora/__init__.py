@@ -266,11 +266,14 @@ class _Host:
             return None
         import subprocess
         w = _json.loads(text)
+        self.in_calls = True
         args = [_sys.executable, str(_Path(__file__).with_name("bnb_bench.py")), str(w["rows"]), str(w["cols"]), w["backend"]]
         try:
             r = subprocess.run(args, capture_output=True, text=True, timeout=120)
         except (OSError, subprocess.TimeoutExpired):
             return None
+        finally:
+            self.in_calls = False
         return r.stdout.strip().splitlines()[-1] if r.returncode == 0 and r.stdout.strip() else None
 
     def libraries(self):
@@ -315,18 +318,37 @@ def _word(v):
 def _stoppable(line, body):
     """Runs a verb while Stop is counted, not raised: a KeyboardInterrupt that happens to be raised in a weak reference's
     callback (matplotlib has many) is printed and lost, and the training would go on."""
+    pressed = []
+
     def stop(signum, frame):
+        pressed.append(signum)
         if _host.in_calls:
             raise KeyboardInterrupt
         _core.press()
+    for text in (line, body or ""):
+        _check(text)
     try:
         before = _signal.signal(_signal.SIGINT, stop)
     except ValueError:      # not the main thread: no Stop arrives here
         return _core.run(line, body)
     try:
-        return _core.run(line, body)
+        answer = _core.run(line, body)
     finally:
         _signal.signal(_signal.SIGINT, _signal.default_int_handler if before is None else before)
+        _core.unpress()
+    if pressed:             # too late for the verb, or it looks for no Stop: a loop of such verbs must end all the same
+        raise _core.Stopped("the verb had ended when Stop came: what it did stays")
+    return answer
+
+
+def _check(text):
+    """Says what no line can hold; a file's name with bytes that are no UTF-8 has lone surrogates in Python."""
+    if "\0" in text:
+        raise Error("a cell cannot hold the character NUL")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Error(f"{ascii(text)} is no text in UTF-8; if it is a file's name, give the file another one") from None
 
 
 def run(verb, *args, body=None, **options):
@@ -336,8 +358,6 @@ def run(verb, *args, body=None, **options):
 
 
 def qlora(line, cell=None):
-    if "\0" in line or "\0" in (cell or ""):
-        raise Error("a cell cannot hold the character NUL")
     return _result(_stoppable(line, cell))
 
 
@@ -391,3 +411,4 @@ def unload_ipython_extension(ip):
 _open()
 import atexit as _atexit  # noqa: E402
 _atexit.register(_core.close)
+_os.register_at_fork(after_in_child=_core.forked)
