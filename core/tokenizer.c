@@ -193,7 +193,9 @@ static int by_text(const void *x, const void *y)
     int d = (unsigned char)a->text.data[0] - (unsigned char)b->text.data[0];
     if (d) return d;
     if (a->text.len != b->text.len) return a->text.len > b->text.len ? -1 : 1;
-    return memcmp(a->text.data, b->text.data, a->text.len);
+    d = memcmp(a->text.data, b->text.data, a->text.len);
+    if (d) return d;
+    return a < b ? -1 : a > b; /* the same text after the normalizer: the first in the file */
 }
 
 static ql_status build_matcher(const ql_tok *t, bool normalized, matcher *m)
@@ -577,10 +579,13 @@ static ql_status split_added(ql_tok *t, const matcher *m, encoder *rest, const c
         if (a->single_word &&
             ((start > text && word_before(start)) || (stop < end && word_at(stop))))
             continue;
-        if (a->lstrip)
+        if (a->lstrip) {
             while (start > done && space_before(start, &len)) start -= len;
+            if (start < done) start = done;
+        }
         if (a->rstrip)
             while (stop < end && space_at(stop, &len)) stop += len;
+        if (start >= stop) continue; /* white space that the token before has taken along */
         t->at = base + (size_t)(done - text);
         if (start > done) QL_TRY(rest(t, done, (size_t)(start - done), out));
         QL_TRY(ql_ids_push(out, a->id));

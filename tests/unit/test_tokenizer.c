@@ -111,6 +111,28 @@ TEST(broken_files_are_refused)
     CHECK(!t);
 }
 
+/* Added tokens that are white space themselves, beside others that take it along: ids of tokenizers 0.23. */
+TEST(white_space_is_taken_once)
+{
+    static const struct {
+        const char *text;
+        int32_t ids[4];
+        size_t n;
+    } cases[] = {{"a   b", {0, 3, 1}, 3}, {"a  <t>   b", {0, 3, 4, 1}, 4}, {" <t>", {3, 4}, 2}};
+    ql_tok *t = NULL;
+    CHECK_OK(parse(MODEL, "null", SPLIT(QWEN), "null",
+                   "{\"id\":3,\"content\":\" \",\"lstrip\":true,\"rstrip\":true},"
+                   "{\"id\":4,\"content\":\"<t>\",\"lstrip\":true,\"rstrip\":true}", &t));
+    for (size_t i = 0; i < 3; i++) {
+        ql_ids ids = {0};
+        CHECK_OK(ql_tok_encode(t, cases[i].text, strlen(cases[i].text), 0, &ids));
+        CHECK_INT(ids.len, cases[i].n);
+        for (size_t k = 0; k < ids.len && k < cases[i].n; k++) CHECK_INT(ids.data[k], cases[i].ids[k]);
+        ql_ids_free(&ids);
+    }
+    ql_tok_close(t);
+}
+
 /* A word of a million letters: the heap, not the quadratic scan. */
 TEST(a_very_long_word)
 {
@@ -162,5 +184,5 @@ TEST(what_ends_an_answer)
 
 TEST_MAIN(T(ids_equal_the_library_llama), T(ids_equal_the_library_qwen),
           T(ids_equal_the_library_flags), T(what_is_not_supported_is_named),
-          T(broken_files_are_refused), T(a_very_long_word), T(names_come_from_the_configuration),
+          T(broken_files_are_refused), T(white_space_is_taken_once), T(a_very_long_word), T(names_come_from_the_configuration),
           T(what_ends_an_answer))
