@@ -23,12 +23,17 @@ static ql_status step(jrun *r, const jnode *n)
 
 /* ---- names and attributes ---------------------------------------------------------------------- */
 
+/* What transformers' environment defines. Those that cannot be called here are defined all the same. */
+static const char *const functions[] = {"raise_exception", "strftime_now", "range", "namespace", "dict", "cycler", "joiner", "lipsum"};
+
 static jvalue lookup(const jrun *r, jtext name)
 {
     for (const jscope *s = r->scope; s; s = s->up) {
         const jvalue *v = ql_jdict_find(&s->vars, name);
         if (v) return *v;
     }
+    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++)
+        if (jtext_is(name, functions[i])) return (jvalue){.type = V_FUNCTION, .s = name};
     return (jvalue){.type = V_UNDEFINED, .s = name};
 }
 
@@ -42,6 +47,9 @@ static void loop_attr(const jloop *l, jtext name, jvalue *out)
     if (jtext_is(name, "first")) *out = jv_bool(at == 0);
     if (jtext_is(name, "last")) *out = jv_bool(at + 1 == n);
     if (jtext_is(name, "length")) *out = jv_int((int64_t)n);
+    if (jtext_is(name, "depth")) *out = jv_int(1); /* loops are never recursive here */
+    if (jtext_is(name, "depth0")) *out = jv_int(0);
+    if (jtext_is(name, "cycle") || jtext_is(name, "changed")) *out = (jvalue){.type = V_METHOD, .s = name};
     if (jtext_is(name, "previtem") && at) *out = l->items->v[at - 1];
     if (jtext_is(name, "nextitem") && at + 1 < n) *out = l->items->v[at + 1];
 }
@@ -52,20 +60,31 @@ ql_status ql_jattr(jrun *r, const jvalue *v, jtext name, jvalue *out)
     if (v->type == V_UNDEFINED)
         return ql_jfail(r, "'%.*s' is undefined (its '%.*s' was asked for)", (int)v->s.n, v->s.p, (int)name.n,
                         name.p);
+    if (v->type == V_MACRO) return ql_jfail(r, "'%.*s' of a macro is not supported", (int)name.n, name.p);
+    *out = (jvalue){.type = V_UNDEFINED, .s = name};
+    if (ql_jhas_method(v, name)) { /* before a key of that name, as getattr is before getitem */
+        *out = (jvalue){.type = V_METHOD, .s = name};
+        return QL_OK;
+    }
     if (v->type == V_DICT || v->type == V_NAMESPACE) found = ql_jdict_find(v->dict, name);
-    *out = found ? *found : (jvalue){.type = V_UNDEFINED, .s = name};
+    if (found) *out = *found;
     if (v->type == V_LOOP) loop_attr(v->loop, name, out);
     return QL_OK;
 }
 
-static ql_status item(jrun *r, const jvalue *v, const jvalue *key, jvalue *out)
+ql_status ql_jitem(jrun *r, const jvalue *v, const jvalue *key, jvalue *out)
 {
-    if (key->type == V_STR) return ql_jattr(r, v, key->s, out);
+    if (key->type == V_STR) {
+        const jvalue *found = v->type == V_DICT ? ql_jdict_find(v->dict, key->s) : NULL;
+        if (!found) return ql_jattr(r, v, key->s, out);
+        *out = *found;
+        return QL_OK;
+    }
     *out = (jvalue){.type = V_UNDEFINED, .s = {"item", 4}};
     if (v->type == V_UNDEFINED) return ql_jfail(r, "'%.*s' is undefined", (int)v->s.n, v->s.p);
-    int64_t n = ql_jlength(v);
-    if (key->type != V_INT || v->type == V_DICT || n < 0) return QL_OK;
-    int64_t i = key->i < 0 ? key->i + n : key->i;
+    int64_t n = v->type == V_VIEW ? -1 : ql_jlength(v), i = key->type == V_BOOL ? key->b : key->i;
+    if ((key->type != V_INT && key->type != V_BOOL) || v->type == V_DICT || n < 0) return QL_OK;
+    if (i < 0) i += n;
     if (i < 0 || i >= n) return QL_OK;
     if (v->type == V_STR) {
         jtext c = ql_jsubstr(v->s, (size_t)i, (size_t)i + 1);
@@ -82,7 +101,7 @@ static ql_status slice(jrun *r, const jnode *n, const jvalue *v, jvalue *out)
     const jnode *part[] = {n->b, n->c, n->d};
     int64_t at[3], len = ql_jlength(v);
     bool given[3];
-    if (v->type == V_DICT || len < 0 || v->type == V_UNDEFINED)
+    if (v->type == V_DICT || v->type == V_VIEW || len < 0 || v->type == V_UNDEFINED)
         return ql_jfail(r, "a value that is %s cannot be sliced", ql_jtype_name(v));
     for (int i = 0; i < 3; i++) {
         jvalue x = jv_none();
@@ -149,11 +168,12 @@ static ql_status capture(jrun *r, const jnode *body, jvalue *out)
     return st;
 }
 
-static ql_status call_macro(jrun *r, const jnode *m, const jargs *a, jvalue *out)
+static ql_status call_macro(jrun *r, const struct jmacro *macro, const jargs *a, jvalue *out)
 {
+    const jnode *m = macro->node;
     jscope *saved = r->scope;
-    int i = 0;
-    QL_TRY(push_scope(r, r->root));
+    int i = 0, named = 0;
+    QL_TRY(push_scope(r, macro->scope));
     jscope *own = r->scope;
     for (const jnode *p = m->a; p; p = p->next, i++) {
         char name[64];
@@ -162,11 +182,13 @@ static ql_status call_macro(jrun *r, const jnode *m, const jargs *a, jvalue *out
         memcpy(name, p->text.p, p->text.n);
         name[p->text.n] = 0;
         const jvalue *given = ql_jarg(a, i, name);
+        named += given && i >= a->n;
         if (given) v = *given;
         else if (p->a) QL_TRY(eval(r, p->a, &v));
         QL_TRY(ql_jdict_set(r, &own->vars, p->text, v));
     }
-    if (a->n > i) return ql_jfail(r, "macro '%.*s' takes %d arguments", (int)m->text.n, m->text.p, i);
+    if (a->n > i || named < a->n_kw)
+        return ql_jfail(r, "macro '%.*s' takes %d arguments, and not these", (int)m->text.n, m->text.p, i);
     QL_TRY(capture(r, m->b, out));
     r->scope = saved;
     return QL_OK;
@@ -184,6 +206,7 @@ static ql_status make_range(jrun *r, const jargs *a, jvalue *out)
     for (int i = 0; i < 3; i++)
         if (v[i] > 100000 || v[i] < -100000) return ql_jfail(r, "range is limited to 100,000");
     QL_TRY(ql_jlist_new(r, out));
+    out->type = V_RANGE;
     for (int64_t i = v[0]; v[2] > 0 ? i < v[1] : i > v[1]; i += v[2])
         QL_TRY(ql_jlist_add(r, out->list, jv_int(i)));
     return QL_OK;
@@ -220,7 +243,7 @@ static ql_status call_function(jrun *r, jtext name, const jargs *a, jvalue *out)
     }
     if (jtext_is(name, "range")) return make_range(r, a, out);
     if (jtext_is(name, "strftime_now")) return now(r, a, out);
-    return ql_jfail(r, "'%.*s' is undefined, or a function that is not supported", (int)name.n, name.p);
+    return ql_jfail(r, "the function '%.*s' is not supported", (int)name.n, name.p);
 }
 
 static ql_status call(jrun *r, const jnode *n, jvalue *out)
@@ -243,7 +266,8 @@ static ql_status call(jrun *r, const jnode *n, jvalue *out)
     QL_TRY(eval_args(r, n->b, &a));
     r->line = n->line;
     if (f.type == V_MACRO) return call_macro(r, f.macro, &a, out);
-    if (n->a->kind == N_NAME && f.type == V_UNDEFINED) return call_function(r, n->a->text, &a, out);
+    if (f.type == V_FUNCTION) return call_function(r, f.s, &a, out);
+    if (f.type == V_UNDEFINED) return ql_jfail(r, "'%.*s' is undefined", (int)f.s.n, f.s.p);
     return ql_jfail(r, "a value that is %s cannot be called", ql_jtype_name(&f));
 }
 
@@ -299,7 +323,7 @@ static ql_status eval_two(jrun *r, const jnode *n, jvalue *out)
     case N_ITEM:
         QL_TRY(eval(r, n->b, &b));
         r->line = n->line;
-        return item(r, &a, &b, out);
+        return ql_jitem(r, &a, &b, out);
     case N_SLICE: return slice(r, n, &a, out);
     case N_FILTER:
         QL_TRY(eval_args(r, n->b, &args));
@@ -315,7 +339,10 @@ static ql_status eval_two(jrun *r, const jnode *n, jvalue *out)
         *out = a;
         return ql_jtruth(&a) == (n->kind == N_AND) ? eval(r, n->b, out) : QL_OK;
     case N_NOT: *out = jv_bool(!ql_jtruth(&a)); return QL_OK;
-    case N_NEG: b = jv_int(0); return ql_jbinary(r, n->op, &b, &a, out);
+    case N_NEG:
+        if (a.type == V_FLOAT) return *out = (jvalue){.type = V_FLOAT, .f = n->op == '-' ? -a.f : a.f}, QL_OK;
+        b = jv_int(0);
+        return ql_jbinary(r, n->op, &b, &a, out);
     default:
         QL_TRY(eval(r, n->b, &b));
         r->line = n->line;
@@ -511,7 +538,9 @@ static ql_status run_one(jrun *r, const jnode *n, flow *f)
     case N_WITH: return run_with(r, n, f);
     case N_FILTERBLOCK: return run_filter_block(r, n);
     case N_MACRO:
-        v = (jvalue){.type = V_MACRO, .macro = n};
+        v = (jvalue){.type = V_MACRO, .macro = ql_jalloc(&r->mem, sizeof *v.macro)};
+        if (!v.macro) return QL_ENOMEM;
+        *v.macro = (struct jmacro){n, r->scope};
         return ql_jdict_set(r, &r->scope->vars, n->text, v);
     case N_BREAK: *f = BREAK; return QL_OK;
     case N_CONTINUE: *f = CONTINUE; return QL_OK;
@@ -539,7 +568,6 @@ ql_status ql_jinja_render(const ql_jinja *t, const json_t *context, ql_jinja_spa
     QL_GO(ql_jfrom_json(&r, context, 0, &vars));
     QL_GO(push_scope(&r, NULL));
     r.scope->vars = *vars.dict;
-    r.root = r.scope;
     QL_GO(run(&r, t->body, &f));
     QL_GO(ql_str_reserve(out, 0));
 out:

@@ -63,8 +63,10 @@ struct ql_jinja {
 
 /* ---- values ------------------------------------------------------------------------------------ */
 
+/* Three more kinds of list: what range gives, what dict.keys() and the like give, and what filters such as select give,
+ * whose items come once and which is always true. METHOD and FUNCTION: the name of something of Python's, without a call. */
 typedef enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STR, V_LIST, V_TUPLE, V_DICT, V_NAMESPACE,
-               V_LOOP, V_MACRO } jtype;
+               V_LOOP, V_MACRO, V_RANGE, V_VIEW, V_ITER, V_METHOD, V_FUNCTION } jtype;
 
 typedef struct jvalue jvalue;
 typedef struct {
@@ -90,7 +92,7 @@ struct jvalue {
         jlist *list;
         jdict *dict;
         const jloop *loop;
-        const jnode *macro;
+        struct jmacro *macro;
     };
 };
 
@@ -100,6 +102,11 @@ struct jscope {
     jscope *up;
 };
 
+struct jmacro {
+    const jnode *node;
+    jscope *scope; /* where it was defined: what it sees */
+};
+
 /* A rendering under way. */
 typedef struct {
     const ql_jinja *t;
@@ -107,7 +114,7 @@ typedef struct {
     ql_str *out, *main;
     ql_jinja_span *span;
     void *user;
-    jscope *scope, *root;
+    jscope *scope;
     jvalue caught; /* what a block wrote, for its filters */
     int depth, line;
     int64_t steps;
@@ -148,8 +155,11 @@ ql_status ql_jstring(jrun *r, const jvalue *v, bool repr, int depth, ql_str *out
 ql_status ql_jdump(jrun *r, const jvalue *v, int indent, int depth, ql_str *out);
 /* A finished buffer as a string value; frees the buffer. */
 ql_status ql_jtake(jrun *r, ql_str *s, jvalue *out);
-/* The items of a list, tuple, string (characters), dict (keys) or undefined (none). */
+/* The items of whatever has some: of a string its characters, of a dict its keys, of undefined none. They are what is left of a
+ * V_ITER, which has none then. */
 ql_status ql_jitems(jrun *r, const jvalue *v, jlist **out);
+/* True for what holds a jlist. */
+bool ql_jis_list(const jvalue *v);
 /* How many elements, −1: it has no length. */
 int64_t ql_jlength(const jvalue *v);
 size_t ql_jchars(jtext s);                          /* code points */
@@ -167,13 +177,26 @@ typedef struct {
 /* Argument i, or the one of that keyword; NULL where it was not given. */
 const jvalue *ql_jarg(const jargs *a, int i, const char *keyword);
 
+const jtext *ql_jtext_arg(const jargs *a, int i, const char *keyword); /* NULL also where it is no string */
+int64_t ql_jint_arg(const jargs *a, int i, const char *keyword);       /* -1: not given, or no integer */
+
+/* Strings. TITLE is str.title; WORDS what the filter makes of it: capitals behind white space and brackets. */
+typedef enum { J_UPPER, J_LOWER, J_CAPITALIZE, J_TITLE, J_WORDS } jcasing;
+ql_status ql_jcase(jrun *r, jtext s, jcasing how, jvalue *out);
+ql_status ql_jreplace(jrun *r, jtext s, jtext from, jtext to, int64_t count, jvalue *out);
+ql_status ql_jjoin(jrun *r, jtext sep, const jlist *l, jvalue *out);
+typedef enum { J_KEYS, J_VALUES, J_ITEMS } jdict_part;
+ql_status ql_jdict_items(jrun *r, const jdict *d, jdict_part what, jvalue *out); /* a list */
+
 bool ql_jfilter_known(jtext name);
 bool ql_jtest_known(jtext name);
 ql_status ql_jfilter(jrun *r, jtext name, const jvalue *v, const jargs *a, jvalue *out);
 ql_status ql_jtest(jrun *r, jtext name, const jvalue *v, const jargs *a, bool *out);
 /* v.name(…) of a string or dict; *known false where there is no such method. */
 ql_status ql_jmethod(jrun *r, const jvalue *v, jtext name, const jargs *a, jvalue *out, bool *known);
-ql_status ql_jattr(jrun *r, const jvalue *v, jtext name, jvalue *out);
+bool ql_jhas_method(const jvalue *v, jtext name);
+ql_status ql_jattr(jrun *r, const jvalue *v, jtext name, jvalue *out);             /* v.name */
+ql_status ql_jitem(jrun *r, const jvalue *v, const jvalue *key, jvalue *out);      /* v[key] */
 ql_status ql_jbinary(jrun *r, int op, const jvalue *a, const jvalue *b, jvalue *out);
 ql_status ql_jcompare(jrun *r, int op, const jvalue *a, const jvalue *b, bool *out);
 

@@ -119,6 +119,8 @@ static ql_status parse_primary(jparser *s, jnode **out)
     jtoken *t = cur(s);
     char digits[64];
     if (t->type == T_NAME) {
+        if (s->macros && (jtext_is(t->text, "varargs") || jtext_is(t->text, "kwargs") || jtext_is(t->text, "caller")))
+            FAIL_AT(t->line, QL_ENOSUP, "'%.*s' in a macro is not supported", (int)t->text.n, t->text.p);
         bool yes = jtext_is(t->text, "true") || jtext_is(t->text, "True");
         bool no = jtext_is(t->text, "false") || jtext_is(t->text, "False");
         bool none = jtext_is(t->text, "none") || jtext_is(t->text, "None");
@@ -175,9 +177,14 @@ static ql_status parse_postfix(jparser *s, jnode **io)
         QL_TRY(ql_jnode_new(s, N_ATTR, &n));
         n->a = *io;
         if (eat_op(s, '.')) {
-            if (cur(s)->type != T_NAME && cur(s)->type != T_INT) return ql_junexpected(s, "a name behind '.'");
-            n->text = cur(s)->text;
-            s->at++;
+            if (cur(s)->type == T_INT) { /* x.0 is x[0] */
+                n->kind = N_ITEM;
+                QL_TRY(parse_primary(s, &n->b));
+            } else {
+                if (cur(s)->type != T_NAME) return ql_junexpected(s, "a name behind '.'");
+                n->text = cur(s)->text;
+                s->at++;
+            }
         } else if (eat_op(s, '[')) {
             QL_TRY(parse_subscript(s, n));
         } else {

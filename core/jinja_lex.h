@@ -19,7 +19,7 @@ typedef struct {
     bool line_starting; /* the last token ended a line */
     jtoken *tok;
     size_t n, cap, at;
-    int depth;
+    int depth, macros; /* nested */
     bool generation;
 } jparser;
 

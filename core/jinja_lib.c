@@ -1,6 +1,7 @@
-/* Jinja's filters, tests and Python's string methods, as far as chat templates use them. */
+/* Jinja's filters and tests, as far as chat templates use them. */
 #include "core/jinja_ast.h"
 
+#include <errno.h>
 #include <stdlib.h>
 
 const jvalue *ql_jarg(const jargs *a, int i, const char *keyword)
@@ -11,210 +12,24 @@ const jvalue *ql_jarg(const jargs *a, int i, const char *keyword)
     return NULL;
 }
 
-static const jtext *text_arg(const jargs *a, int i, const char *keyword)
+const jtext *ql_jtext_arg(const jargs *a, int i, const char *keyword)
 {
     const jvalue *v = ql_jarg(a, i, keyword);
     return v && v->type == V_STR ? &v->s : NULL;
 }
 
-static const char *find_text(jtext s, jtext what)
-{
-    return what.n ? memmem(s.p, s.n, what.p, what.n) : s.p;
-}
-
-/* ---- strings ----------------------------------------------------------------------------------- */
-
-typedef enum { UPPER, LOWER, CAPITALIZE, TITLE } casing;
-
-static ql_status change_case(jrun *r, jtext s, casing how, jvalue *out)
-{
-    ql_str t = {0};
-    bool first = true;
-    QL_TRY(ql_str_add(&t, s.p, s.n));
-    for (size_t i = 0; i < t.len; i++) {
-        char c = t.data[i];
-        if (c & 0x80) {
-            ql_str_free(&t);
-            return ql_jfail(r, "changing the case of text beyond ASCII is not supported");
-        }
-        bool up = how == UPPER || (how != LOWER && first);
-        if (up && c >= 'a' && c <= 'z') t.data[i] = (char)(c - 32);
-        if (!up && c >= 'A' && c <= 'Z') t.data[i] = (char)(c + 32);
-        bool is_letter = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
-        first = how == TITLE && !is_letter;
-    }
-    return ql_jtake(r, &t, out);
-}
-
-static ql_status replace(jrun *r, jtext s, jtext from, jtext to, int64_t count, jvalue *out)
-{
-    ql_str t = {0};
-    const char *p = s.p, *end = s.p + s.n;
-    ql_status st = QL_OK;
-    if (!from.n) return ql_jfail(r, "replacing the empty text is not supported");
-    while (count-- != 0) {
-        const char *q = memmem(p, (size_t)(end - p), from.p, from.n);
-        if (!q) break;
-        QL_GO(ql_str_add(&t, p, (size_t)(q - p)));
-        QL_GO(ql_str_add(&t, to.p, to.n));
-        p = q + from.n;
-    }
-    QL_GO(ql_str_add(&t, p, (size_t)(end - p)));
-    return ql_jtake(r, &t, out);
-out:
-    ql_str_free(&t);
-    return st;
-}
-
-static ql_status split(jrun *r, jtext s, const jtext *sep, int64_t max, jvalue *out)
-{
-    QL_TRY(ql_jlist_new(r, out));
-    if (sep && !sep->n) return ql_jfail(r, "split: empty separator");
-    for (;;) {
-        if (!sep) s = ql_jstrip(s, NULL, 1);
-        if (!sep && !s.n) return QL_OK;
-        size_t cut = s.n, next = s.n;
-        bool found = false;
-        if (sep && max) {
-            const char *q = memmem(s.p, s.n, sep->p, sep->n);
-            if (q) found = true, cut = (size_t)(q - s.p), next = cut + sep->n;
-        } else if (max) {
-            for (size_t i = 0; i < s.n && !found;) {
-                int len;
-                uint32_t c = ql_utf8_get((const unsigned char *)s.p + i, &len);
-                if ((ql_uni(c) & QL_UNI_CLASS) == QL_UNI_SPACE || (c >= 0x1c && c <= 0x1f))
-                    found = true, cut = i, next = i + (size_t)len;
-                i += (size_t)len;
-            }
-        }
-        jtext part = {s.p, cut};
-        if (!sep && !found) part = ql_jstrip(part, NULL, 2);
-        QL_TRY(ql_jlist_add(r, out->list, jv_str(part.p, part.n)));
-        if (!found) return QL_OK;
-        s.p += next, s.n -= next, max--;
-    }
-}
-
-static bool affix(jtext s, jtext x, bool at_end)
-{
-    return x.n <= s.n && memcmp(at_end ? s.p + s.n - x.n : s.p, x.p, x.n) == 0;
-}
-
-/* startswith, endswith: one string or a tuple of them. */
-static ql_status has_affix(jrun *r, jtext s, const jargs *a, bool at_end, jvalue *out)
-{
-    const jvalue *v = ql_jarg(a, 0, NULL);
-    bool yes = false;
-    if (a->n != 1 || (v->type != V_STR && v->type != V_TUPLE))
-        return ql_jfail(r, "%s needs one string", at_end ? "endswith" : "startswith");
-    if (v->type == V_STR) yes = affix(s, v->s, at_end);
-    for (size_t i = 0; v->type == V_TUPLE && i < v->list->n; i++)
-        yes |= v->list->v[i].type == V_STR && affix(s, v->list->v[i].s, at_end);
-    *out = jv_bool(yes);
-    return QL_OK;
-}
-
-static ql_status join(jrun *r, jtext sep, const jlist *l, jvalue *out)
-{
-    ql_str t = {0};
-    ql_status st = QL_OK;
-    for (size_t i = 0; i < l->n; i++) {
-        if (i) QL_GO(ql_str_add(&t, sep.p, sep.n));
-        QL_GO(ql_jstring(r, l->v + i, false, 0, &t));
-    }
-    return ql_jtake(r, &t, out);
-out:
-    ql_str_free(&t);
-    return st;
-}
-
-static int64_t count_arg(const jargs *a, int i, const char *keyword)
+int64_t ql_jint_arg(const jargs *a, int i, const char *keyword)
 {
     const jvalue *v = ql_jarg(a, i, keyword);
     return v && v->type == V_INT ? v->i : -1;
-}
-
-static ql_status string_method(jrun *r, jtext s, jtext name, const jargs *a, jvalue *out, bool *known)
-{
-    const jtext *x = text_arg(a, 0, NULL), *y = text_arg(a, 1, NULL);
-    bool l = jtext_is(name, "lstrip"), rs = jtext_is(name, "rstrip");
-    if (l || rs || jtext_is(name, "strip")) {
-        jtext t = ql_jstrip(s, x, l ? 1 : rs ? 2 : 3);
-        *out = jv_str(t.p, t.n);
-        return QL_OK;
-    }
-    if (jtext_is(name, "split")) return split(r, s, x, count_arg(a, 1, "maxsplit"), out);
-    if (jtext_is(name, "startswith")) return has_affix(r, s, a, false, out);
-    if (jtext_is(name, "endswith")) return has_affix(r, s, a, true, out);
-    if (jtext_is(name, "replace") && x && y) return replace(r, s, *x, *y, count_arg(a, 2, "count"), out);
-    if (jtext_is(name, "upper")) return change_case(r, s, UPPER, out);
-    if (jtext_is(name, "lower")) return change_case(r, s, LOWER, out);
-    if (jtext_is(name, "capitalize")) return change_case(r, s, CAPITALIZE, out);
-    if (jtext_is(name, "title")) return change_case(r, s, TITLE, out);
-    if (jtext_is(name, "join") && a->n == 1) {
-        jlist *items;
-        QL_TRY(ql_jitems(r, a->pos, &items));
-        return join(r, s, items, out);
-    }
-    if (jtext_is(name, "find") && a->n == 1 && x) {
-        const char *q = find_text(s, *x);
-        *out = jv_int(q ? (int64_t)ql_jchars((jtext){s.p, (size_t)(q - s.p)}) : -1);
-        return QL_OK;
-    }
-    if (jtext_is(name, "count") && a->n == 1 && x && x->n) {
-        int64_t n = 0;
-        for (const char *q; (q = find_text(s, *x)); n++) {
-            s.n -= (size_t)(q - s.p) + x->n;
-            s.p = q + x->n;
-        }
-        *out = jv_int(n);
-        return QL_OK;
-    }
-    *known = false;
-    return QL_OK;
-}
-
-static ql_status dict_items(jrun *r, const jdict *d, int what, jvalue *out)
-{
-    QL_TRY(ql_jlist_new(r, out));
-    for (size_t i = 0; i < d->n; i++) {
-        jvalue key = jv_str(d->key[i].p, d->key[i].n), pair;
-        if (what == 2) {
-            QL_TRY(ql_jlist_new(r, &pair));
-            pair.type = V_TUPLE;
-            QL_TRY(ql_jlist_add(r, pair.list, key));
-            QL_TRY(ql_jlist_add(r, pair.list, d->v[i]));
-        }
-        QL_TRY(ql_jlist_add(r, out->list, what == 0 ? key : what == 1 ? d->v[i] : pair));
-    }
-    return QL_OK;
-}
-
-ql_status ql_jmethod(jrun *r, const jvalue *v, jtext name, const jargs *a, jvalue *out, bool *known)
-{
-    *known = true;
-    if (v->type == V_STR) return string_method(r, v->s, name, a, out, known);
-    if (v->type == V_DICT) {
-        if (jtext_is(name, "keys")) return dict_items(r, v->dict, 0, out);
-        if (jtext_is(name, "values")) return dict_items(r, v->dict, 1, out);
-        if (jtext_is(name, "items")) return dict_items(r, v->dict, 2, out);
-        if (jtext_is(name, "get") && a->n >= 1) {
-            const jtext *key = text_arg(a, 0, NULL);
-            const jvalue *found = key ? ql_jdict_find(v->dict, *key) : NULL, *other = ql_jarg(a, 1, NULL);
-            *out = found ? *found : other ? *other : jv_none();
-            return QL_OK;
-        }
-    }
-    *known = false;
-    return QL_OK;
 }
 
 /* ---- tests ------------------------------------------------------------------------------------- */
 
 static const char *const tests[] = {
     "defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "number", "integer",
-    "float", "boolean", "true", "false", "even", "odd", "divisibleby", "equalto", "eq", "ne", "lt", "gt",
-    "le", "ge", "in", "callable", "sameas", "lower", "upper"};
+    "float", "boolean", "true", "false", "even", "odd", "divisibleby", "equalto", "eq", "==", "ne", "!=", "lt", "lessthan", "<",
+    "gt", "greaterthan", ">", "le", "<=", "ge", ">=", "in", "callable", "sameas"};
 
 static bool listed(const char *const *list, size_t n, jtext name)
 {
@@ -233,8 +48,9 @@ static ql_status compare_test(jrun *r, jtext name, const jvalue *v, const jargs 
     static const struct {
         const char *name;
         int op;
-    } ops[] = {{"equalto", OP_EQ}, {"eq", OP_EQ}, {"ne", OP_NE}, {"lt", '<'},
-               {"gt", '>'},        {"le", OP_LE}, {"ge", OP_GE}, {"in", OP_IN}};
+    } ops[] = {{"equalto", OP_EQ}, {"eq", OP_EQ},  {"==", OP_EQ}, {"ne", OP_NE},  {"!=", OP_NE},
+               {"lt", '<'},        {"lessthan", '<'}, {"<", '<'}, {"gt", '>'},    {"greaterthan", '>'}, {">", '>'},
+               {"le", OP_LE},      {"<=", OP_LE}, {"ge", OP_GE}, {">=", OP_GE}, {"in", OP_IN}};
     for (size_t i = 0; i < sizeof ops / sizeof *ops; i++) {
         if (!jtext_is(name, ops[i].name)) continue;
         if (a->n != 1) return ql_jfail(r, "the test '%s' needs one argument", ops[i].name);
@@ -246,14 +62,14 @@ static ql_status compare_test(jrun *r, jtext name, const jvalue *v, const jargs 
 ql_status ql_jtest(jrun *r, jtext name, const jvalue *v, const jargs *a, bool *out)
 {
     jtype t = v->type;
-    bool list = t == V_LIST || t == V_TUPLE;
+    bool list = t == V_LIST || t == V_TUPLE || t == V_RANGE;
     *out = false;
     if (jtext_is(name, "defined")) *out = t != V_UNDEFINED;
     else if (jtext_is(name, "undefined")) *out = t == V_UNDEFINED;
     else if (jtext_is(name, "none")) *out = t == V_NONE;
     else if (jtext_is(name, "string")) *out = t == V_STR;
     else if (jtext_is(name, "mapping")) *out = t == V_DICT;
-    else if (jtext_is(name, "iterable")) *out = list || t == V_STR || t == V_DICT || t == V_UNDEFINED || t == V_LOOP;
+    else if (jtext_is(name, "iterable")) *out = ql_jis_list(v) || t == V_STR || t == V_DICT || t == V_UNDEFINED || t == V_LOOP;
     else if (jtext_is(name, "sequence")) *out = list || t == V_STR || t == V_DICT || t == V_UNDEFINED;
     else if (jtext_is(name, "number")) *out = t == V_INT || t == V_FLOAT || t == V_BOOL;
     else if (jtext_is(name, "integer")) *out = t == V_INT;
@@ -261,11 +77,11 @@ ql_status ql_jtest(jrun *r, jtext name, const jvalue *v, const jargs *a, bool *o
     else if (jtext_is(name, "boolean")) *out = t == V_BOOL;
     else if (jtext_is(name, "true")) *out = t == V_BOOL && v->b;
     else if (jtext_is(name, "false")) *out = t == V_BOOL && !v->b;
-    else if (jtext_is(name, "callable")) *out = t == V_MACRO;
+    else if (jtext_is(name, "callable")) *out = t == V_MACRO || t == V_METHOD || t == V_FUNCTION || t == V_UNDEFINED;
     else if (jtext_is(name, "even") && t == V_INT) *out = v->i % 2 == 0;
     else if (jtext_is(name, "odd") && t == V_INT) *out = v->i % 2 != 0;
-    else if (jtext_is(name, "divisibleby") && t == V_INT && count_arg(a, 0, NULL) > 0)
-        *out = v->i % count_arg(a, 0, NULL) == 0;
+    else if (jtext_is(name, "divisibleby") && t == V_INT && ql_jint_arg(a, 0, NULL) > 0)
+        *out = v->i % ql_jint_arg(a, 0, NULL) == 0;
     else if (jtext_is(name, "sameas") && a->n == 1 && t <= V_BOOL)
         *out = a->pos[0].type == t && ql_jequal(v, a->pos);
     else return compare_test(r, name, v, a, out);
@@ -284,18 +100,34 @@ bool ql_jfilter_known(jtext name)
     return listed(filters, sizeof filters / sizeof *filters, name);
 }
 
-/* What map(attribute=…), selectattr and rejectattr look at: a dotted path. */
-static ql_status attribute(jrun *r, const jvalue *v, jtext path, jvalue *out)
+/* What map(attribute=…), selectattr and rejectattr look at: a dotted path, of which numbers are positions. `other` (may be NULL)
+ * stands for what is missing. */
+static ql_status attribute(jrun *r, const jvalue *v, const jvalue *what, const jvalue *other, jvalue *out)
 {
+    jtext path = what->type == V_STR ? what->s : (jtext){0};
     *out = *v;
+    if (what->type != V_STR) {
+        QL_TRY(ql_jitem(r, v, what, out));
+        if (out->type == V_UNDEFINED && other) *out = *other;
+    }
     while (path.n) {
         const char *dot = memchr(path.p, '.', path.n);
-        size_t n = dot ? (size_t)(dot - path.p) : path.n;
-        jvalue next;
-        QL_TRY(ql_jattr(r, out, (jtext){path.p, n}, &next));
-        *out = next;
+        size_t n = dot ? (size_t)(dot - path.p) : path.n, digits = 0;
+        jvalue next, key = jv_str(path.p, n);
+        while (digits < n && path.p[digits] >= '0' && path.p[digits] <= '9') digits++;
+        if (n && digits == n) key = jv_int(strtoll(path.p, NULL, 10));
+        QL_TRY(ql_jitem(r, out, &key, &next));
+        *out = next.type == V_UNDEFINED && other ? *other : next;
         path.p += n + (dot != NULL), path.n -= n + (dot != NULL);
     }
+    return QL_OK;
+}
+
+/* A list of r's that a filter gives item by item. */
+static ql_status new_iter(jrun *r, jvalue *out)
+{
+    QL_TRY(ql_jlist_new(r, out));
+    out->type = V_ITER;
     return QL_OK;
 }
 
@@ -306,19 +138,19 @@ static ql_status pick(jrun *r, jtext name, const jvalue *v, const jargs *a, jval
     int at = attr;
     jlist *items;
     jargs rest = {0};
-    const jtext *path = attr ? text_arg(a, 0, NULL) : NULL;
-    if (!ql_jtruth(v)) return ql_jlist_new(r, out); /* as Jinja has it: none, 0 and the like have no items */
+    const jvalue *path = attr ? ql_jarg(a, 0, NULL) : NULL;
+    if (!ql_jtruth(v)) return new_iter(r, out); /* as Jinja has it: none, 0 and the like have no items */
     QL_TRY(ql_jitems(r, v, &items));
     if (attr && !path) return ql_jfail(r, "%.*s needs the name of an attribute", (int)name.n, name.p);
-    const jtext *test = a->n > at ? text_arg(a, at, NULL) : NULL;
+    const jtext *test = a->n > at ? ql_jtext_arg(a, at, NULL) : NULL;
     if (a->n > at && (!test || !ql_jtest_known(*test)))
         return ql_jfail(r, "%.*s: that test is not supported", (int)name.n, name.p);
     for (int i = at + 1; i < a->n; i++) rest.pos[rest.n++] = a->pos[i];
-    QL_TRY(ql_jlist_new(r, out));
+    QL_TRY(new_iter(r, out));
     for (size_t i = 0; i < items->n; i++) {
         jvalue x = items->v[i];
         bool yes;
-        if (attr) QL_TRY(attribute(r, items->v + i, *path, &x));
+        if (attr) QL_TRY(attribute(r, items->v + i, path, NULL, &x));
         if (test) QL_TRY(ql_jtest(r, *test, &x, &rest, &yes));
         else yes = ql_jtruth(&x);
         if (yes == keep) QL_TRY(ql_jlist_add(r, out->list, items->v[i]));
@@ -329,35 +161,66 @@ static ql_status pick(jrun *r, jtext name, const jvalue *v, const jargs *a, jval
 static ql_status map(jrun *r, const jvalue *v, const jargs *a, jvalue *out)
 {
     jlist *items;
-    const jtext *path = text_arg(a, 99, "attribute"), *name = text_arg(a, 0, NULL);
+    const jtext *name = ql_jtext_arg(a, 0, NULL);
+    const jvalue *path = ql_jarg(a, 99, "attribute"), *other = ql_jarg(a, 99, "default");
     jargs rest = {0};
-    if (!ql_jtruth(v)) return ql_jlist_new(r, out);
+    if (other && other->type == V_NONE) other = NULL;
+    if (!ql_jtruth(v)) return new_iter(r, out);
     QL_TRY(ql_jitems(r, v, &items));
-    QL_TRY(ql_jlist_new(r, out));
-    if (!path && (!name || !ql_jfilter_known(*name)))
-        return ql_jfail(r, "map needs attribute= or the name of a supported filter");
+    QL_TRY(new_iter(r, out));
+    if (path ? a->n || a->n_kw > 1 + (ql_jarg(a, 99, "default") != NULL) : a->n_kw || !name || !ql_jfilter_known(*name))
+        return ql_jfail(r, "map needs attribute= (and default=), or the name of a supported filter");
     for (int i = 1; i < a->n; i++) rest.pos[rest.n++] = a->pos[i];
     for (size_t i = 0; i < items->n; i++) {
         jvalue x;
-        QL_TRY(path ? attribute(r, items->v + i, *path, &x) : ql_jfilter(r, *name, items->v + i, &rest, &x));
+        QL_TRY(path ? attribute(r, items->v + i, path, other, &x) : ql_jfilter(r, *name, items->v + i, &rest, &x));
         QL_TRY(ql_jlist_add(r, out->list, x));
     }
     return QL_OK;
 }
 
-static ql_status to_number(jrun *r, const jvalue *v, bool integer, jvalue *out)
+/* The digits of a number as Python's int() and float() read them: no hexadecimals, and nothing behind. */
+static ql_status read_digits(jrun *r, jtext s, char out[64], bool *whole)
 {
-    char digits[64];
-    double f = v->type == V_FLOAT ? v->f : v->type == V_BOOL ? v->b : 0;
+    size_t n = 0;
+    s = ql_jstrip(s, NULL, 3);
+    *whole = s.n > 0;
+    for (size_t i = 0; i < s.n; i++) {
+        char c = s.p[i];
+        if (c & 0x80) return ql_jfail(r, "digits beyond ASCII are not supported");
+        if (c == 'n' || c == 'N' || n > 60) return ql_jfail(r, "'%.20s' as a number is not supported", s.p);
+        if (c == '_' && i && s.p[i - 1] >= '0' && s.p[i - 1] <= '9' && i + 1 < s.n && s.p[i + 1] >= '0' && s.p[i + 1] <= '9') continue;
+        if (!(c >= '0' && c <= '9') && !strchr("+-.eE", c)) *whole = false;
+        out[n++] = c;
+    }
+    out[n] = 0;
+    return QL_OK;
+}
+
+/* int and float: what cannot be read is the default. */
+static ql_status to_number(jrun *r, const jvalue *v, bool integer, const jargs *a, jvalue *out)
+{
+    char digits[64], *end = NULL;
+    const jvalue *other = ql_jarg(a, 0, "default");
+    double f = v->type == V_FLOAT ? v->f : v->type == V_BOOL ? v->b : v->type == V_INT ? (double)v->i : 0;
+    bool good = v->type == V_FLOAT || v->type == V_BOOL || v->type == V_INT;
+    if (v->type == V_UNDEFINED) return ql_jfail(r, "'%.*s' is undefined", (int)v->s.n, v->s.p);
+    if (a->n > 1 || a->n_kw > (other && !a->n)) return ql_jfail(r, "%s: only a default is supported", integer ? "int" : "float");
     if (v->type == V_INT && integer) return *out = *v, QL_OK;
-    if (v->type == V_INT) f = (double)v->i;
     if (v->type == V_STR) {
-        jtext s = ql_jstrip(v->s, NULL, 3);
-        if (s.n >= sizeof digits) return ql_jfail(r, "a number of %zu digits", s.n);
-        memcpy(digits, s.p, s.n);
-        digits[s.n] = 0;
-        if (integer && !strpbrk(digits, ".eE")) return *out = jv_int(strtoll(digits, NULL, 10)), QL_OK;
-        f = strtod(digits, NULL);
+        QL_TRY(read_digits(r, v->s, digits, &good));
+        if (good && integer && !strpbrk(digits, ".eE")) {
+            errno = 0;
+            long long i = strtoll(digits, &end, 10);
+            if (errno) return ql_jfail(r, "a number is too large for an integer");
+            if (!*end) return *out = jv_int(i), QL_OK;
+        }
+        f = good ? strtod(digits, &end) : 0;
+        good = good && end > digits && !*end;
+    }
+    if (!good) {
+        *out = other ? *other : integer ? jv_int(0) : (jvalue){.type = V_FLOAT, .f = 0};
+        return QL_OK;
     }
     if (integer && !(f > -9e18 && f < 9e18)) return ql_jfail(r, "a number is too large for an integer");
     *out = integer ? jv_int((int64_t)f) : (jvalue){.type = V_FLOAT, .f = f};
@@ -367,7 +230,7 @@ static ql_status to_number(jrun *r, const jvalue *v, bool integer, jvalue *out)
 static ql_status tojson(jrun *r, const jvalue *v, const jargs *a, jvalue *out)
 {
     ql_str s = {0};
-    int64_t indent = count_arg(a, 99, "indent");
+    int64_t indent = ql_jint_arg(a, 99, "indent");
     if (a->n) return ql_jfail(r, "tojson takes its options by name");
     for (int i = 0; i < a->n_kw; i++) {
         bool fine = jtext_is(a->kw[i], "indent") ||
@@ -382,27 +245,53 @@ static ql_status tojson(jrun *r, const jvalue *v, const jargs *a, jvalue *out)
     return st;
 }
 
+/* first, last: nothing of an empty list. An iterator loses the item; it has no last one. */
+static ql_status one_item(jrun *r, jtext name, const jvalue *v, jvalue *out)
+{
+    bool first = jtext_is(name, "first");
+    jlist *items = v->list;
+    if (v->type == V_ITER && !first) return ql_jfail(r, "a generator has no last item");
+    if (v->type != V_ITER) QL_TRY(ql_jitems(r, v, &items));
+    *out = (jvalue){.type = V_UNDEFINED, .s = name};
+    if (!items->n) return QL_OK;
+    *out = items->v[first ? 0 : items->n - 1];
+    if (v->type == V_ITER) items->v++, items->n--, items->cap = items->n;
+    return QL_OK;
+}
+
+/* Equal to unique, which takes upper and lower case for the same. */
+static ql_status same_item(jrun *r, const jvalue *a, const jvalue *b, bool *same)
+{
+    jvalue x = *a, y = *b;
+    if (x.type == V_STR) QL_TRY(ql_jcase(r, x.s, J_LOWER, &x));
+    if (y.type == V_STR) QL_TRY(ql_jcase(r, y.s, J_LOWER, &y));
+    *same = ql_jequal(&x, &y);
+    return QL_OK;
+}
+
 static ql_status list_filter(jrun *r, jtext name, const jvalue *v, const jargs *a, jvalue *out)
 {
     jlist *items;
-    const jtext *sep = text_arg(a, 0, "d");
+    const jtext *sep = ql_jtext_arg(a, 0, "d");
+    bool unique = jtext_is(name, "unique"), reverse = jtext_is(name, "reverse");
+    if (jtext_is(name, "first") || jtext_is(name, "last")) return one_item(r, name, v, out);
     QL_TRY(ql_jitems(r, v, &items));
     if (jtext_is(name, "join")) {
         if (ql_jarg(a, 1, "attribute")) return ql_jfail(r, "join's attribute is not supported");
-        return join(r, sep ? *sep : (jtext){"", 0}, items, out);
+        if (ql_jarg(a, 0, "d") && !sep) return ql_jfail(r, "join needs a string to put between");
+        return ql_jjoin(r, sep ? *sep : (jtext){"", 0}, items, out);
     }
-    if (jtext_is(name, "first") || jtext_is(name, "last")) {
-        *out = (jvalue){.type = V_UNDEFINED, .s = name};
-        if (items->n) *out = items->v[name.n == 5 ? 0 : items->n - 1];
-        return QL_OK;
-    }
+    if (unique && (a->n || a->n_kw)) return ql_jfail(r, "unique's options are not supported");
     QL_TRY(ql_jlist_new(r, out));
+    /* What reverse makes of an iterator is a list. */
+    if (unique || (reverse && v->type != V_ITER)) out->type = V_ITER;
     for (size_t i = 0; i < items->n; i++) {
         bool seen = false;
-        for (size_t k = 0; jtext_is(name, "unique") && k < out->list->n && !seen; k++)
-            seen = ql_jequal(out->list->v + k, items->v + i);
+        for (size_t k = 0; unique && k < out->list->n && !seen; k++) {
+            QL_TRY(same_item(r, out->list->v + k, items->v + i, &seen));
+        }
         if (!seen)
-            QL_TRY(ql_jlist_add(r, out->list, items->v[name.n == 7 ? items->n - 1 - i : i]));
+            QL_TRY(ql_jlist_add(r, out->list, items->v[reverse ? items->n - 1 - i : i]));
     }
     return QL_OK;
 }
@@ -424,7 +313,7 @@ static int by_key(const jvalue *a, const jvalue *b)
 static ql_status dict_sort(jrun *r, const jvalue *v, const jargs *a, jvalue *out)
 {
     if (v->type != V_DICT || a->n || a->n_kw) return ql_jfail(r, "dictsort sorts a dict by its keys; its options are not supported");
-    QL_TRY(dict_items(r, v->dict, 2, out));
+    QL_TRY(ql_jdict_items(r, v->dict, J_ITEMS, out));
     for (size_t i = 0; i < v->dict->n; i++)
         for (size_t k = 0; k < v->dict->key[i].n; k++)
             if (v->dict->key[i].p[k] & 0x80) return ql_jfail(r, "dictsort of keys beyond ASCII is not supported");
@@ -442,7 +331,7 @@ static ql_status text_filter(jrun *r, jtext name, const jvalue *v, const jargs *
 {
     ql_str s = {0};
     jvalue t = *v;
-    const jtext *x = text_arg(a, 0, NULL), *y = text_arg(a, 1, NULL);
+    const jtext *x = ql_jtext_arg(a, 0, NULL), *y = ql_jtext_arg(a, 1, NULL);
     if (v->type != V_STR) { /* soft_str */
         ql_status st = ql_jstring(r, v, false, 0, &s);
         if (st != QL_OK) {
@@ -452,17 +341,17 @@ static ql_status text_filter(jrun *r, jtext name, const jvalue *v, const jargs *
         QL_TRY(ql_jtake(r, &s, &t));
     }
     *out = t;
-    if (jtext_is(name, "upper")) return change_case(r, t.s, UPPER, out);
-    if (jtext_is(name, "lower")) return change_case(r, t.s, LOWER, out);
-    if (jtext_is(name, "capitalize")) return change_case(r, t.s, CAPITALIZE, out);
-    if (jtext_is(name, "title")) return change_case(r, t.s, TITLE, out);
+    if (jtext_is(name, "upper")) return ql_jcase(r, t.s, J_UPPER, out);
+    if (jtext_is(name, "lower")) return ql_jcase(r, t.s, J_LOWER, out);
+    if (jtext_is(name, "capitalize")) return ql_jcase(r, t.s, J_CAPITALIZE, out);
+    if (jtext_is(name, "title")) return ql_jcase(r, t.s, J_WORDS, out);
     if (jtext_is(name, "trim")) {
-        jtext u = ql_jstrip(t.s, text_arg(a, 0, "chars"), 3);
+        jtext u = ql_jstrip(t.s, ql_jtext_arg(a, 0, "chars"), 3);
         *out = jv_str(u.p, u.n);
     }
     if (jtext_is(name, "replace")) {
         if (!x || !y) return ql_jfail(r, "replace needs two strings");
-        return replace(r, t.s, *x, *y, count_arg(a, 2, "count"), out);
+        return ql_jreplace(r, t.s, *x, *y, ql_jint_arg(a, 2, "count"), out);
     }
     return QL_OK; /* string, safe */
 }
@@ -482,14 +371,18 @@ ql_status ql_jfilter(jrun *r, jtext name, const jvalue *v, const jargs *a, jvalu
         return out->i < 0 ? ql_jfail(r, "a value that is %s has no length", ql_jtype_name(v)) : QL_OK;
     }
     if (jtext_is(name, "items")) {
-        if (v->type == V_DICT) return dict_items(r, v->dict, 2, out);
-        return none ? ql_jlist_new(r, out) : ql_jfail(r, "items needs a dict, not %s", ql_jtype_name(v));
+        if (v->type == V_DICT) {
+            QL_TRY(ql_jdict_items(r, v->dict, J_ITEMS, out));
+            out->type = V_ITER;
+            return QL_OK;
+        }
+        return none ? new_iter(r, out) : ql_jfail(r, "items needs a dict, not %s", ql_jtype_name(v));
     }
     if (name.n >= 6 && (memcmp(name.p, "select", 6) == 0 || memcmp(name.p, "reject", 6) == 0))
         return pick(r, name, v, a, out);
     if (jtext_is(name, "map")) return map(r, v, a, out);
     if (jtext_is(name, "dictsort")) return dict_sort(r, v, a, out);
-    if (jtext_is(name, "int") || jtext_is(name, "float")) return to_number(r, v, name.n == 3, out);
+    if (jtext_is(name, "int") || jtext_is(name, "float")) return to_number(r, v, name.n == 3, a, out);
     if (jtext_is(name, "abs")) {
         if (v->type == V_INT) out->i = v->i < 0 ? -v->i : v->i;
         else if (v->type == V_FLOAT) out->f = v->f < 0 ? -v->f : v->f;

@@ -21,8 +21,10 @@ static ql_status contains(jrun *r, const jvalue *x, const jvalue *in, bool *out)
         *out = x->s.n == 0 || memmem(in->s.p, in->s.n, x->s.p, x->s.n);
     } else if (in->type == V_DICT) {
         *out = x->type == V_STR && ql_jdict_find(in->dict, x->s);
-    } else if (in->type == V_LIST || in->type == V_TUPLE) {
-        for (size_t i = 0; i < in->list->n && !*out; i++) *out = ql_jequal(x, in->list->v + i);
+    } else if (ql_jis_list(in)) {
+        size_t i = 0;
+        while (i < in->list->n && !*out) *out = ql_jequal(x, in->list->v + i++);
+        if (in->type == V_ITER) in->list->v += i, in->list->n -= i, in->list->cap = in->list->n;
     } else if (in->type != V_UNDEFINED) {
         return ql_jfail(r, "'in' needs a string, list or dict, not %s", ql_jtype_name(in));
     }
@@ -101,7 +103,12 @@ static ql_status repeat(jrun *r, jtext s, int64_t times, jvalue *out)
 ql_status ql_jbinary(jrun *r, int op, const jvalue *a, const jvalue *b, jvalue *out)
 {
     double x, y;
+    jvalue ints[2];
     if (op == '~') return join_values(r, a, b, out);
+    for (int i = 0; i < 2; i++) { /* True and False are 1 and 0 to arithmetic */
+        const jvalue **v = i ? &b : &a;
+        if ((*v)->type == V_BOOL) ints[i] = jv_int((*v)->b), *v = ints + i;
+    }
     if (op == '+' && a->type == V_STR && b->type == V_STR) {
         char *p = ql_jalloc(&r->mem, a->s.n + b->s.n + 1);
         if (!p) return QL_ENOMEM;
@@ -130,7 +137,10 @@ ql_status ql_jbinary(jrun *r, int op, const jvalue *a, const jvalue *b, jvalue *
                         ql_jtype_name(b));
     if ((op == '/' || op == OP_FLOOR || op == '%') && y == 0) return ql_jfail(r, "division by zero");
     double z = op == '+' ? x + y : op == '-' ? x - y : op == '*' ? x * y : op == '/' ? x / y : floor(x / y);
-    if (op == '%') z = x - floor(x / y) * y;
+    if (op == '%') { /* exact, with the divisor's sign */
+        z = fmod(x, y);
+        if (z != 0 && (z < 0) != (y < 0)) z += y;
+    }
     *out = (jvalue){.type = V_FLOAT, .f = z};
     return QL_OK;
 }

@@ -158,7 +158,9 @@ static ql_status parse_macro(jparser *s, jnode **out)
         if (!eat_op(s, ',')) break;
     }
     QL_TRY(ql_jwant(s, ')'));
+    s->macros++;
     QL_TRY(parse_until(s, ends, &(*out)->b));
+    s->macros--;
     s->at++;
     return QL_OK;
 }

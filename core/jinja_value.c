@@ -21,7 +21,8 @@ ql_status ql_jfail(jrun *r, const char *fmt, ...)
 const char *ql_jtype_name(const jvalue *v)
 {
     static const char *const names[] = {"undefined", "None", "bool",  "int",       "float", "str",
-                                        "list",      "tuple", "dict", "namespace", "loop",  "macro"};
+                                        "list",      "tuple", "dict", "namespace", "loop",  "macro",
+                                        "range",     "a dict's view", "generator", "method", "function"};
     return names[v->type];
 }
 
@@ -35,7 +36,9 @@ bool ql_jtruth(const jvalue *v)
     case V_FLOAT: return v->f != 0;
     case V_STR: return v->s.n > 0;
     case V_LIST:
-    case V_TUPLE: return v->list->n > 0;
+    case V_TUPLE:
+    case V_RANGE:
+    case V_VIEW: return v->list->n > 0;
     case V_DICT: return v->dict->n > 0;
     default: return true;
     }
@@ -63,6 +66,7 @@ static bool equal(const jvalue *a, const jvalue *b, int depth)
     case V_STR: return a->s.n == b->s.n && memcmp(a->s.p, b->s.p, a->s.n) == 0;
     case V_LIST:
     case V_TUPLE:
+    case V_RANGE:
         if (a->list->n != b->list->n) return false;
         for (size_t i = 0; i < a->list->n; i++)
             if (!equal(a->list->v + i, b->list->v + i, depth + 1)) return false;
@@ -173,15 +177,25 @@ ql_status ql_jfrom_json(jrun *r, const json_t *j, int depth, jvalue *out)
     return QL_OK;
 }
 
+bool ql_jis_list(const jvalue *v)
+{
+    return v->type == V_LIST || v->type == V_TUPLE || v->type == V_RANGE || v->type == V_VIEW || v->type == V_ITER;
+}
+
 ql_status ql_jitems(jrun *r, const jvalue *v, jlist **out)
 {
     jvalue list;
-    if (v->type == V_LIST || v->type == V_TUPLE) {
+    if (ql_jis_list(v) && v->type != V_ITER) {
         *out = v->list;
         return QL_OK;
     }
     QL_TRY(ql_jlist_new(r, &list));
     *out = list.list;
+    if (v->type == V_ITER) {
+        *list.list = *v->list;
+        *v->list = (jlist){0};
+        return QL_OK;
+    }
     if (v->type == V_STR) {
         for (size_t i = 0; i < v->s.n;) {
             int len;
@@ -204,7 +218,9 @@ int64_t ql_jlength(const jvalue *v)
     case V_UNDEFINED: return 0;
     case V_STR: return (int64_t)ql_jchars(v->s);
     case V_LIST:
-    case V_TUPLE: return (int64_t)v->list->n;
+    case V_TUPLE:
+    case V_RANGE:
+    case V_VIEW: return (int64_t)v->list->n;
     case V_DICT: return (int64_t)v->dict->n;
     default: return -1;
     }

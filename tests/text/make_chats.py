@@ -20,7 +20,7 @@ WORDS = ["Hello", "wörld", "how  are", "you?", "\n", "<think>", "</think>", "\n
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "Weather of a place \"now\"",
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer", "default": 1.5}},
                        "required": ["city"]}}}
-NOW = datetime.datetime(2024, 7, 26, 12)  # the test stands still there too
+NOW = datetime.datetime(2025, 3, 3, 12)  # the test stands still there too; not the day that templates name themselves
 r = random.Random(3407)
 
 
