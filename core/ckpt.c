@@ -190,7 +190,7 @@ ql_status ql_ckpt_save(const char *run, const ql_ckpt_of *of, const ql_ckpt_stat
     if (st == QL_OK) st = put_in_place(run, temp, path, step);
     if (st != QL_OK) {
         ql_path_remove(temp);
-        ql_error_prefix("checkpoint-%lld was not written, earlier ones are untouched: ", (long long)step);
+        ql_error_prefix("checkpoint-%lld was not written, earlier ones are untouched (--save_total_limit keeps fewer of them): ", (long long)step);
     }
     return st;
 }

@@ -142,8 +142,12 @@ ql_status ql_file_write_at(ql_file *f, const void *data, size_t n, off_t at)
     while (n) {
         ssize_t k = pwrite(f->fd, p, n, at);
         if (k < 0 && errno == EINTR) continue;
-        if (k <= 0)
-            QL_FAIL(QL_EIO, "cannot write %s: %s", f->path, k < 0 ? strerror(errno) : "disk full");
+        if (k <= 0) {
+            int err = k < 0 ? errno : ENOSPC;
+            bool full = err == ENOSPC || err == EDQUOT || err == EFBIG;
+            QL_FAIL(QL_EIO, "cannot write %zu bytes at %lld of %s: %s%s", n, (long long)at, f->path, strerror(err),
+                    full ? ": make room there, or choose another folder" : "");
+        }
         p += k, at += k, n -= (size_t)k;
     }
     return QL_OK;

@@ -193,9 +193,9 @@ static ql_status check_pattern(const ql_setting *s, json_t *v)
     bool ok = json_is_object(v);
     json_object_foreach(v, key, e) {
         ok = ok && *key && (rank ? json_is_integer(e) : json_is_number(e));
-        ok = ok && json_number_value(e) >= (rank ? 1 : 0) && json_number_value(e) <= (rank ? 1024 : 1e6);
+        ok = ok && json_number_value(e) >= (rank ? 1 : 1e-6) && json_number_value(e) <= (rank ? 1024 : 1e6);
     }
-    return ok ? QL_OK : wrong(s, rank ? "must be an object of regex → rank (1 to 1024)" : "must be an object of regex → alpha", v);
+    return ok ? QL_OK : wrong(s, rank ? "must be an object of regex → rank (1 to 1024)" : "must be an object of regex → alpha (above 0)", v);
 }
 
 static ql_status check_init(const ql_setting *s, json_t *v)

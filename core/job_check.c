@@ -4,6 +4,7 @@
 
 #include <math.h>
 #include <string.h>
+#include <strings.h>
 
 static bool is(const ql_job *job, const char *name, const char *value)
 {
@@ -42,7 +43,7 @@ static ql_status check_lora(const ql_job *job)
     bool layers = !json_is_null(ql_job_get(job, "layers_to_transform"));
     if (!layers && !json_is_null(ql_job_get(job, "layers_pattern")))
         QL_FAIL(QL_EINVAL, "layers_pattern is set without layers_to_transform: set both");
-    if (layers && json_is_string(t) && strcmp(json_string_value(t), "all-linear"))
+    if (layers && json_is_string(t) && strcasecmp(json_string_value(t), "all-linear"))
         QL_FAIL(QL_EINVAL, "layers_to_transform cannot be combined with a regex in target_modules: list the names, or put the layers into the regex");
     return QL_OK;
 }

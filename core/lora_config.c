@@ -136,8 +136,8 @@ static ql_status read_layers(reader *r)
     if (!empty(p) && empty(v) && !json_is_integer(v))
         QL_FAIL(QL_EINVAL, "%s: layers_pattern needs layers_to_transform", r->what);
     if (!v || json_is_null(v) || n == 0) return QL_OK;
-    if (c->target.regex || c->target.all_linear)
-        QL_FAIL(QL_EINVAL, "%s: layers_to_transform needs target_modules as a list of names",
+    if (c->target.regex)
+        QL_FAIL(QL_EINVAL, "%s: layers_to_transform needs target_modules as a list of names, or all-linear",
                 r->what);
     if (n > LIST_MAX) QL_FAIL(QL_EINVAL, "%s: layers_to_transform has %zu entries", r->what, n);
     c->layers = calloc(n, sizeof *c->layers);

@@ -188,15 +188,11 @@ ql_status ql_matcher_selects(ql_matcher *m, const char *path, bool *out)
     const ql_lora_config *c = m->c;
     bool no = false;
     *out = false;
-    how h = in_list(c->target.names, c->target.count, path, m->used);
+    how h = c->target.all_linear ? SUFFIX : in_list(c->target.names, c->target.count, path, m->used);
     QL_TRY(excluded(m, path, &no));
     if (no) return QL_OK;
-    if (c->target.all_linear)
-        *out = true;
-    else if (c->target.regex)
-        return matches(m, m->target, "target_modules", c->target.regex, path, out);
-    else
-        *out = h != NO;
+    if (c->target.regex) return matches(m, m->target, "target_modules", c->target.regex, path, out);
+    *out = h != NO;
     /* A full path in the list is taken whatever layers_to_transform says, as PEFT does. */
     if (h == SUFFIX && c->layer_count) return layer_chosen(m, path, out);
     return QL_OK;

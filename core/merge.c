@@ -246,6 +246,15 @@ static ql_status open_all(merge *m, const json_t *c)
     return ql_lora_read(m->lora, adapter, m->flat);
 }
 
+/* The result must not take the place of what it is made from. */
+static ql_status elsewhere(const ql_model *m, const char *to)
+{
+    char here[QL_PATH_MAX], there[QL_PATH_MAX];
+    if (m && realpath(m->path, here) && realpath(to, there) && strcmp(here, there) == 0)
+        QL_FAIL(QL_EINVAL, "merge: %s is the model itself: another folder, please", to);
+    return QL_OK;
+}
+
 ql_status ql_merge(const json_t *command, ql_merge_tick tick, void *ctx, json_t **out)
 {
     merge m = {.tick = tick, .ctx = ctx};
@@ -256,9 +265,8 @@ ql_status ql_merge(const json_t *command, ql_merge_tick tick, void *ctx, json_t 
     QL_GO(pick_dtype(&m, str(command, "dtype")));
     QL_GO(list_tensors(&m));
     QL_GO(ql_path_mkdirs(to));
-    char here[QL_PATH_MAX], there[QL_PATH_MAX];
-    if (realpath(m.from->path, here) && realpath(to, there) && strcmp(here, there) == 0)
-        QL_GO(ql_fail(QL_EINVAL, "merge: %s is the model itself: another folder, please", to));
+    QL_GO(elsewhere(m.base, to));
+    QL_GO(elsewhere(m.original, to));
     QL_GO(write_weights(&m, to));
     QL_GO(copy_small(m.base->path, to));
     QL_GO(write_config(&m, to)); /* last: without it nothing takes the folder for a model */

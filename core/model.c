@@ -53,7 +53,8 @@ static const char *keep_name(binder *b, const char *name)
 
 static ql_status missing(const binder *b, const char *name)
 {
-    QL_FAIL(QL_EINVAL, "%s: tensor '%s' is missing (config.json asks for it)", b->m->path, name);
+    QL_FAIL(QL_EINVAL, "%s: tensor '%s' is missing (config.json asks for it%s)", b->m->path, name,
+            strcmp(name, "lm_head.weight") == 0 ? ": its tie_word_embeddings is not true" : "");
 }
 
 static ql_status check_shape(const binder *b, const ql_st_tensor *t, int ndim, int64_t rows,

@@ -61,7 +61,7 @@ static const ql_setting table[] = {
     {STR_("adapter", "lora", "null", "a PEFT adapter to start from (a run, a checkpoint, a folder, a hub name): its r, alpha and modules hold; null: fresh"),
      .alias = "init_adapter|adapter_name_or_path|adapter_path|lora_model_dir"},
     {INT_("r", "lora", "16", 1, 1024, "rank of the adapters"), .theirs = "8", .alias = "lora_r|lora_rank"},
-    {NUM_("lora_alpha", "lora", "16", 0, 1e6, "scale: alpha/r, with use_rslora alpha/sqrt(r)"), .theirs = "8", .alias = "alpha"},
+    {NUM_("lora_alpha", "lora", "16", 1e-6, 1e6, "scale: alpha/r, with use_rslora alpha/sqrt(r)"), .theirs = "8", .alias = "alpha"},
     {NUM_("lora_dropout", "lora", "0.0", 0, 0.999, "dropout in front of A, on the adapter's branch only")},
     {ANY_("target_modules", "lora", "\"all-linear\"", "names (q_proj,v_proj), one regex of the whole path, or all-linear"),
      .theirs = "null", .alias = "lora_target_modules"},

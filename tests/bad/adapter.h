@@ -36,7 +36,7 @@ static const bad_text bad_adapters[] = {
      "choose no module"},
     {"a layer too many", "{\"target_modules\":[\"q_proj\"],\"layers_to_transform\":[2]}",
      "layers_to_transform has layer 2; the model has layers 0 to 1"},
-    {"layers with a pattern", "{\"target_modules\":\"all-linear\",\"layers_to_transform\":[0]}",
+    {"layers with a pattern", "{\"target_modules\":\".*q_proj\",\"layers_to_transform\":[0]}",
      "layers_to_transform needs target_modules as a list of names"},
     {"layers_pattern alone", "{\"target_modules\":[\"q_proj\"],\"layers_pattern\":\"layers\"}",
      "layers_pattern needs layers_to_transform"},

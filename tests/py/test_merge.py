@@ -46,6 +46,16 @@ def tensors(path):
     return out
 
 
+def test_not_over_what_it_is_made_from(engine, tmp_path):
+    model, run = shutil.copytree(TINY, tmp_path / "model"), tmp_path / "run"
+    engine.ask("train", job=job(model=str(model)), run=str(run))
+    before = (model / "model.safetensors").read_bytes()
+    for original in (None, str(TINY)):
+        _, end = engine.run("merge", model=str(model), adapter=str(run), original=original, out=str(model / "."))
+        assert end["ev"] == "error" and "is the model itself" in end["text"], end
+        assert (model / "model.safetensors").read_bytes() == before
+
+
 def test_the_arithmetic(engine, tmp_path):
     run = tmp_path / "run"
     engine.ask("train", job=job(learning_rate=1e-2, lora_alpha=32), run=str(run))

@@ -192,14 +192,14 @@ out:
     return st;
 }
 
+#define CONFIG(more)                                                                               \
+    "{\"model_type\":\"llama\",\"hidden_size\":32,\"intermediate_size\":48,\"num_hidden_layers\":1,"   \
+    "\"num_attention_heads\":4,\"num_key_value_heads\":2,\"vocab_size\":10" more "}"
+
 static const char *model_dir(void)
 {
     const char *dir = tmp_dir("whole");
-    tmp_text(dir, "config.json",
-             "{\"model_type\":\"llama\",\"hidden_size\":32,\"intermediate_size\":48,\"num_hidden_"
-             "layers\":1,"
-             "\"num_attention_heads\":4,\"num_key_value_heads\":2,\"vocab_size\":10,\"tie_word_"
-             "embeddings\":true}");
+    tmp_text(dir, "config.json", CONFIG(",\"tie_word_embeddings\":true"));
     return dir;
 }
 
@@ -211,6 +211,9 @@ TEST(tensors)
     CHECK_OK(ql_model_open(dir, &m)); /* whole, it opens */
     ql_model_close(m);
     m = NULL;
+    tmp_text(dir, "config.json", CONFIG("")); /* nothing is said of the head: it has weights of its own */
+    CHECK_FAILS(ql_model_open(dir, &m), QL_EINVAL, "'lm_head.weight' is missing (config.json asks for it: its tie_word_embeddings is not true)");
+    tmp_text(dir, "config.json", CONFIG(",\"tie_word_embeddings\":true"));
     for (int i = 0; i < COUNT(bad_tensors); i++) {
         CHECK_OK(write_model(dir, &bad_tensors[i], NULL));
         CHECK_BAD(ql_model_open(dir, &m), &bad_tensors[i]);

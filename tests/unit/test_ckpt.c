@@ -504,7 +504,7 @@ TEST(a_full_disk_leaves_the_last_one)
             world_step(w, 5);
             ql_status st = ql_ckpt_save(run, &w->of, &w->s, w->h, other);
             bool right = st == QL_EIO && strstr(ql_error(), "checkpoint-5 was not written, earlier ones are untouched") &&
-                         strstr(ql_error(), "File too large");
+                         strstr(ql_error(), "File too large: make room there");
             _exit(right ? 0 : st == QL_OK ? 2 : 1);
         }
         CHECK(waitpid(pid, &status, 0) == pid && WIFEXITED(status));

@@ -134,6 +134,8 @@ TEST(bad_values_name_the_setting)
         {"r", "99999999999", QL_EINVAL, "from 1 to 1024"},
         {"learning_rate", "-1", QL_EINVAL, "learning_rate: must be a number from 0 to 1000"},
         {"lora_dropout", "1.0", QL_EINVAL, "lora_dropout"},
+        {"lora_alpha", "0", QL_EINVAL, "lora_alpha: must be a number from 1e-06 to 1000000, found 0"},
+        {"alpha_pattern", "{\"q_proj\": 0}", QL_EINVAL, "regex → alpha (above 0)"},
         {"fp16", "1", QL_EINVAL, "true or false"},
         {"lora_alfa", "16", QL_EINVAL, "there is no setting 'lora_alfa'; did you mean 'lora_alpha'"},
         {"optim", "\"adamw_torch_fussed\"", QL_EINVAL, "did you mean 'adamw_torch_fused'"},

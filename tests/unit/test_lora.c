@@ -71,6 +71,11 @@ TEST(selection_rules)
          "qkvo qkvo qkvo"},
     };
     ql_config m = tiny(3);
+    ql_lora *some = NULL;
+    /* PEFT wants a list for this; here all-linear is the default. */
+    CHECK_OK(make(&m, "{\"target_modules\":\"all-linear\",\"layers_to_transform\":[0,2],\"exclude_modules\":[\"mlp.up_proj\"]}", &some));
+    CHECK_STR(chosen(some), "qkvogd  qkvogd");
+    ql_lora_close(some);
     for (size_t i = 0; i < sizeof k / sizeof *k; i++) {
         ql_lora *l = NULL;
         CHECK_OK(make(&m, k[i].settings, &l));
