@@ -137,6 +137,17 @@ ql_status ql_history_eval(ql_history *h, const ql_eval_record *r, int *best)
     return QL_OK;
 }
 
+bool ql_history_evaluated(const ql_history *h)
+{
+    bool done = false;
+    for (size_t i = json_array_size(h->records); i-- > 0 && !done;) {
+        const json_t *r = json_array_get(h->records, i);
+        if (json_integer_value(json_object_get(r, "step")) != h->done) break;
+        done = json_object_get(r, "eval_loss") != NULL;
+    }
+    return done;
+}
+
 ql_status ql_history_saved(ql_history *h, int64_t step, const char *path)
 {
     char *copy;

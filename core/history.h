@@ -31,6 +31,8 @@ typedef struct {
 } ql_eval_record;
 /* {"eval_loss", "eval_runtime", …}. *best: this is the best so far, by what metric_for_best_model asks (0 when nothing is tracked). */
 ql_status ql_history_eval(ql_history *h, const ql_eval_record *r, int *best) QL_MUST_USE;
+/* The steps made so far are evaluated. */
+bool ql_history_evaluated(const ql_history *h);
 
 /* A checkpoint of this step now exists; path is what best_model_checkpoint will say when it is the best. Also after a resume. */
 ql_status ql_history_saved(ql_history *h, int64_t step, const char *path) QL_MUST_USE;

@@ -274,15 +274,27 @@ static int clock_due(run *x)
     return 0;
 }
 
-static ql_status after_step(run *x)
+static ql_status evaluate_and_save(run *x, unsigned due)
 {
-    unsigned due = ql_steps_due(&x->t->args, &x->t->steps, x->done);
     int best = 0;
-    if (clock_due(x)) due |= QL_DUE_SAVE;
-    if (due & QL_DUE_LOG) QL_TRY(ql_history_log(x->history, ql_now() - x->began));
     if (due & QL_DUE_EVAL) QL_TRY(evaluate(x, &best));
     if ((due & QL_DUE_SAVE) || (best && x->t->args.save_every == QL_EVERY_BEST)) QL_TRY(save(x));
     return report_memory(x, due & QL_DUE_EVAL ? 1 : 0);
+}
+
+static ql_status after_step(run *x)
+{
+    unsigned due = ql_steps_due(&x->t->args, &x->t->steps, x->done);
+    if (clock_due(x)) due |= QL_DUE_SAVE;
+    if (due & QL_DUE_LOG) QL_TRY(ql_history_log(x->history, ql_now() - x->began));
+    return evaluate_and_save(x, due);
+}
+
+/* A stop in the middle of an evaluation leaves a checkpoint without its record: it is made up for. */
+static ql_status after_resume(run *x)
+{
+    unsigned due = ql_steps_due(&x->t->args, &x->t->steps, x->done);
+    return due & QL_DUE_EVAL && !ql_history_evaluated(x->history) ? evaluate_and_save(x, due) : QL_OK;
 }
 
 static ql_status steps(run *x)
@@ -346,7 +358,8 @@ ql_status ql_train_run(ql_worker *w, const json_t *command, json_t **out)
     x.began = x.last_save = ql_now();
     QL_GO(report_memory(&x, 1));
     if (x.t->args.eval_on_start && !resume) QL_GO(evaluate(&x, &(int){0}));
-    st = steps(&x);
+    st = resume ? after_resume(&x) : QL_OK;
+    if (st == QL_OK) st = steps(&x);
     if (st == QL_ESTOP) {
         /* The unfinished step is dropped; the last finished one becomes a checkpoint. */
         w->p->shared->rank[w->p->rank].beat++;

@@ -1,6 +1,7 @@
 /* qlora-engine with a fault in one of its ranks, for tests/py/test_ranks.py:
  *   faulty_engine kill|segv|oom|stall RANK ACTION STEP    at the first thing that ACTION ("GATHER", "B" …) of optimizer step STEP does
  *   faulty_engine kill RANK saving N                      at the Nth file that a checkpoint gives its name, or brings to the disk
+ *   faulty_engine stop RANK evaluation N                  in the middle of the Nth evaluation, as if a person had asked for it
  * The engine is the real one; its CPU backend passes through here, and so do the calls that put files in their places (linked with --wrap). */
 #include "core/qlora.h"
 #include "core/rank.h"
@@ -16,7 +17,7 @@
 static struct {
     const char *how, *action;
     int rank, at;
-    int me, files;             /* in a rank */
+    int me, files, evaluations, evaluating; /* in a rank */
     ql_shared *shared;
 } fault = {.me = -1};
 
@@ -37,6 +38,13 @@ static ql_status strike(void)
 static int here(void)
 {
     const ql_rank_state *s = fault.shared && fault.me == fault.rank ? &fault.shared->rank[fault.me] : NULL;
+    if (s && strcmp(fault.how, "stop") == 0) {
+        int now = s->phase == QL_AT_EVAL;
+        fault.evaluations += now && !fault.evaluating;
+        fault.evaluating = now;
+        if (now && fault.evaluations == fault.at) fault.shared->stop = 1, fault.at = 0;
+        return 0;
+    }
     return s && s->phase == QL_AT_STEP && s->step == fault.at && strcmp(ql_do_name((ql_do)s->doing.what), fault.action) == 0;
 }
 

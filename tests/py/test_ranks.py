@@ -1,5 +1,6 @@
 """Faults in a rank, at each kind of action and in the middle of a checkpoint: one error that names rank, step and action within six seconds,
 nothing left behind, and what was saved goes on to the same bits."""
+import json
 import os
 import pathlib
 import shutil
@@ -124,4 +125,30 @@ def test_killed_in_the_middle_of_a_checkpoint(tmp_path, whole, at):
     got = e.losses()
     assert got == {k: v for k, v in whole.items() if k > (saved[-1] if saved else 0)}
     assert not list(run.glob(".checkpoint-*.tmp"))
+    e.close()
+
+
+def test_stopped_in_an_evaluation(tmp_path):
+    """The evaluation that a stop cut off is made up for: the records, and what is the best, are those of a run without the stop."""
+    settings = dict(max_steps=6, fsdp=True, eval_dataset=str(ROOT / "notebooks/tiny/eval.jsonl"), eval_strategy="steps", eval_steps=2, save_steps=2,
+                    load_best_model_at_end=True)
+
+    def records(run):
+        state = json.loads((run / "trainer_state.json").read_text())
+        return [(r["step"], r["eval_loss"]) for r in state["log_history"] if "eval_loss" in r], state["best_global_step"]
+
+    e = Engine(tmp_path, PROGRAM, "stop", "0", "evaluation", "2")
+    e.train(run="runs/cut", **settings)
+    end = e.until(*ENDS)
+    assert end["ev"] == "stopped" and end["step"] == 4, end
+    e.close()
+    cut = json.loads((tmp_path / "runs/cut/checkpoint-4/trainer_state.json").read_text())
+    assert [r["step"] for r in cut["log_history"] if "eval_loss" in r] == [2]
+    e = Engine(tmp_path)
+    e.train(run="runs/cut", resume=end["checkpoint"], **settings)
+    assert e.until(*ENDS)["ev"] == "done", e.events[-1]
+    e.train(run="runs/whole", **settings)
+    assert e.until(*ENDS)["ev"] == "done", e.events[-1]
+    assert [r[0] for r in records(tmp_path / "runs/whole")[0]] == [2, 4, 6]
+    assert records(tmp_path / "runs/cut") == records(tmp_path / "runs/whole")
     e.close()
