@@ -49,15 +49,24 @@ static ql_row_kind recognise(const json_t *row, const char *text_field)
     return strncmp(s, HUMAN, sizeof HUMAN - 1) == 0 && strstr(s, BOT) ? QL_ROW_OIG : QL_ROW_TEXT;
 }
 
-static ql_status unknown_columns(const json_t *row)
+static ql_status unknown_columns(const json_t *row, const char *text_field, bool named)
 {
     ql_str names = {0};
-    json_t *o = (json_t *)(uintptr_t)row;
+    json_t *o = (json_t *)(uintptr_t)row, *text = json_object_get(row, text_field);
+    static const char *const types[] = {"an object", "a list", "text", "a whole number", "a number", "true", "false", "null"};
+    if (text && !json_is_string(text))
+        QL_FAIL(QL_EINVAL, "the column '%.60s' must hold text; in the first row it is %s", text_field, types[json_typeof(text)]);
     for (void *it = json_object_iter(o); it && names.len < 500; it = json_object_iter_next(o, it))
         (void)ql_str_printf(&names, "%s'%.60s'", names.len ? ", " : "", json_object_iter_key(it));
-    ql_fail(QL_EINVAL, "the columns %s are none of: text; messages; conversations; prompt and completion; "
-                       "instruction and output; input_ids. Name the text's column with --dataset_text_field",
-            names.data ? names.data : "(none)");
+    const char *all = names.data ? names.data : "(none)";
+    if (named)
+        ql_fail(QL_EINVAL, "dataset_text_field: there is no column '%.60s'; there are %s", text_field, all);
+    else if (json_object_size(o) == 1 && strchr(all, ';'))
+        ql_fail(QL_EINVAL, "the only column is %s: are the columns parted by ';'? Read the file with pandas (sep=';') and "
+                           "give the variable's name", all);
+    else
+        ql_fail(QL_EINVAL, "the columns %s are none of: text; messages; conversations; prompt and completion; "
+                           "instruction and output; input_ids. Name the text's column with --dataset_text_field", all);
     ql_str_free(&names);
     return QL_EINVAL;
 }
@@ -72,7 +81,7 @@ ql_status ql_formatter_new(ql_tok *tok, const json_t *first_row, const ql_data_o
     f->text_field = o->text_field ? o->text_field : "text";
     f->eos = o->eos_token ? o->eos_token : names->eos_token;
     f->kind = recognise(first_row, f->text_field);
-    if (f->kind == QL_ROW_UNKNOWN) QL_GO(unknown_columns(first_row));
+    if (f->kind == QL_ROW_UNKNOWN) QL_GO(unknown_columns(first_row, f->text_field, o->text_field && strcmp(o->text_field, "text") != 0));
     if (!tok && f->kind != QL_ROW_IDS) {
         st = ql_fail(QL_EINVAL, "the model's folder has no tokenizer.json (transformers writes it with save_pretrained): without it the data must "
                                 "be rows of input_ids, and these are %s", ql_row_kind_name(f->kind));

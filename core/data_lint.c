@@ -11,7 +11,13 @@ static size_t characters(const ql_str *s)
     return n;
 }
 
-/* A sample's text (its ids where there is no tokenizer), and the spans of equal masks in it. */
+/* The first token is nobody's label: nothing comes before it. */
+static bool trained(const uint32_t *t, int64_t i)
+{
+    return i > 0 && !(t[i] & QL_MASKED);
+}
+
+/* A sample's text (its ids where there is no tokenizer), and the spans that are trained on, or not, in it. */
 static ql_status sample(const ql_dataset *d, const ql_tok *tok, int64_t i, json_t **out)
 {
     int64_t n;
@@ -23,12 +29,12 @@ static ql_status sample(const ql_dataset *d, const ql_tok *tok, int64_t i, json_
     bool bad = false;
     size_t from = 0;
     for (int64_t a = 0, b; a < n && st == QL_OK && !bad; a = b) {
-        for (b = a; b < n && (t[b] & QL_MASKED) == (t[a] & QL_MASKED); b++) ids[b] = (int32_t)(t[b] & ~QL_MASKED);
+        for (b = a; b < n && trained(t, b) == trained(t, a); b++) ids[b] = (int32_t)(t[b] & ~QL_MASKED);
         if (tok) st = ql_tok_decode(tok, ids + a, (size_t)(b - a), QL_TOK_SPECIALS, &s);
         for (int64_t k = a; !tok && k < b && st == QL_OK; k++) st = ql_str_printf(&s, k ? " %d" : "%d", (int)ids[k]);
         size_t to = characters(&s);
         bad = json_array_append_new(spans, json_pack("[I,I,b]", (json_int_t)from, (json_int_t)to,
-                                                     !(t[a] & QL_MASKED))) != 0;
+                                                     trained(t, a))) != 0;
         from = to;
     }
     if (st == QL_OK && !bad) o = json_pack("{s:s%,s:O,s:I}", "text", s.data ? s.data : "", s.len, "spans", spans,
@@ -65,7 +71,7 @@ static void count(const ql_dataset *d, const ql_tok *tok, counts *c)
         for (int64_t j = n - 1; j >= 0 && j >= n - 3; j--)
             eos |= stops(tok, t[j]); /* and it is trained on */
         c->no_eos += names->eos >= 0 && !eos;
-        for (int64_t j = 1; j < n; j++) c->trained += !(t[j] & QL_MASKED);
+        for (int64_t j = 1; j < n; j++) c->trained += trained(t, j);
         while (k < 31 && n >= (int64_t)64 << k) k++;
         c->bucket[k]++;
     }
@@ -94,9 +100,7 @@ static json_t *warnings(const ql_dataset *d, const counts *c, const ql_tok_names
     json_t *list = json_array();
     ql_str s = {0};
     int64_t docs = ql_dataset_documents(d), cut = json_integer_value(json_object_get(about, "truncated"));
-    int64_t odd = json_integer_value(json_object_get(about, "prompt_not_prefix")), skipped = 0;
-    const char *reason;
-    json_t *n;
+    int64_t odd = json_integer_value(json_object_get(about, "prompt_not_prefix"));
     if (c->two_bos)
         warn(list, &s, ql_str_printf(&s, "%lld samples begin with two %s: the text brings one and the tokenizer adds one",
                                      (long long)c->two_bos, names->bos_token));
@@ -111,9 +115,6 @@ static json_t *warnings(const ql_dataset *d, const counts *c, const ql_tok_names
     if (odd)
         warn(list, &s, ql_str_printf(&s, "in %lld samples the prompt's tokens are not how the sample begins: a few tokens "
                                          "at the seam are masked wrongly; end prompts before a space", (long long)odd));
-    json_object_foreach(json_object_get(about, "skipped"), reason, n) skipped += json_integer_value(n);
-    if (skipped)
-        warn(list, &s, ql_str_printf(&s, "%lld rows were skipped", (long long)skipped));
     if (c->trained * 20 < ql_dataset_tokens(d))
         warn(list, &s, ql_str_printf(&s, "only %.1f %% of all tokens are trained on",
                                      100.0 * (double)c->trained / (double)ql_dataset_tokens(d)));

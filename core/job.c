@@ -522,6 +522,18 @@ static json_t *text_list(const char *text)
     return list;
 }
 
+/* ['q_proj', 'v_proj'] as Python has it, or [q_proj, v_proj] as YAML does. NULL: neither. */
+static json_t *text_bracketed(const char *text)
+{
+    size_t n = strlen(text);
+    char *inside = n > 2 && text[n - 1] == ']' ? strndup(text + 1, n - 2) : NULL;
+    for (char *p = inside; p && *p; p++)
+        if (*p == '\'' || *p == '"') *p = ' ';
+    json_t *v = inside ? text_list(inside) : NULL;
+    free(inside);
+    return v;
+}
+
 static json_t *text_json(const ql_setting *s, const char *text)
 {
     static const char *const lists[] = {"target_modules", "exclude_modules", "layers_pattern", "layers_to_transform", "llm_int8_skip_modules",
@@ -530,7 +542,10 @@ static json_t *text_json(const ql_setting *s, const char *text)
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) list |= strcmp(s->name, lists[i]) == 0;
     if (word_is(text, "true|yes|on")) return json_true();
     if (word_is(text, "false|no|off")) return json_false();
-    if (*text == '{' || *text == '[' || *text == '"') return json_loads(text, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, NULL);
+    if (*text == '{' || *text == '[' || *text == '"') {
+        json_t *v = json_loads(text, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, NULL);
+        return v || !list || *text != '[' ? v : text_bracketed(text);
+    }
     if (list && *text && strcmp(text, "all-linear") && (strcmp(s->name, "data_files") || strchr(text, ','))) {
         json_t *v = text_list(text);
         if (v) return v;

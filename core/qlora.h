@@ -119,7 +119,7 @@ ql_status ql_run_report(const char *path, json_t **out);
  *   {"cmd":"memory","id":6}                                          also while nothing is placed
  *   {"cmd":"bench","id":8,"job":{…},"seconds":10}                    the devices of the job, emptied first
  *   {"cmd":"merge","id":9,"model":PATH,"adapter":PATH,"original":PATH|null,"out":FOLDER,"dtype":"auto"|"float16"|"bfloat16"}
- *   {"cmd":"unload","id":7}                                          frees the devices; the process stays
+ *   {"cmd":"unload","id":7}                                          frees the devices; the process stays; its result: {"held": whether they held anything}
  *   {"cmd":"stop"}                                                   the running command ends at its next action
  *
  * Events, all with "ev", and "t" seconds since the engine started:

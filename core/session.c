@@ -429,8 +429,9 @@ static void take_command(session *s, json_t *c)
     } else if (is(name, "merge")) {
         st = merge(s, c);
     } else if (is(name, "unload")) {
+        int held = s->ranks != NULL;
         drop_ranks(s);
-        ql_events_emit(s->out, "done", json_pack("{s:O?,s:{}}", "id", json_object_get(c, "id"), "result"));
+        ql_events_emit(s->out, "done", json_pack("{s:O?,s:{s:b}}", "id", json_object_get(c, "id"), "result", "held", held));
     } else if (!is(name, "stop")) {
         st = ql_fail(QL_EINVAL, "engine: unknown command '%s'", name ? name : "");
     }

@@ -369,11 +369,12 @@ static void say_step(const ql_live *l, const json_t *r)
         return;
     snprintf(loss, sizeof loss, isfinite(ql_jnum(r, "loss", (double)NAN)) ? "%.4f" : "-",
              ql_jnum(r, "loss", 0));
-    say(l, "step %*lld/%lld  loss %s  lr %s  grad %s  %s tok/s  %s left", width, (long long)l->step,
+    say(l, "step %*lld/%lld  loss %-6s  lr %-7s  grad %-6s  %6s tok/s%s%s%s", width, (long long)l->step,
         (long long)l->max_steps, skipped ? "skipped" : loss,
         ql_fmt_num(ql_jnum(r, "learning_rate", (double)NAN), 3).s,
         ql_fmt_num(ql_jnum(r, "grad_norm", (double)NAN), 3).s,
-        ql_fmt_count(ql_jnum(r, "tokens_per_second", (double)NAN)).s, ql_fmt_time(left).s);
+        ql_fmt_count(ql_jnum(r, "tokens_per_second", (double)NAN)).s, isfinite(left) ? "  " : "",
+        isfinite(left) ? ql_fmt_time(left).s : "", isfinite(left) ? " left" : "");
 }
 
 /* ---- events
@@ -525,7 +526,14 @@ ql_status ql_live_finish(ql_live *l, const char *how, const char *note)
     json_decref(l->progress);
     l->progress = NULL;
     ql_status st = QL_OK;
-    if (l->o.follow != QL_FOLLOW_LINES && (l->bar_shown || json_array_size(l->history) > 0)) {
+    /* An answer without a curve stands alone: "done" above it would say nothing. */
+    int quiet = !note && strcmp(how, "done") == 0 && json_array_size(l->history) + json_array_size(l->warnings) == 0;
+    if (quiet && l->bar_shown) {
+        ql_view v = {0};
+        json_t *bundle = ql_view_bundle(&v, NULL);
+        st = l->o.host->show(l->o.host->self, bundle, l->bar_id, QL_SHOW_UPDATE);
+        json_decref(bundle);
+    } else if (l->o.follow != QL_FOLLOW_LINES && (l->bar_shown || json_array_size(l->history) > 0)) {
         st = show_bar(l);
         if (st == QL_OK && json_array_size(l->history) > 0) st = show_curve(l);
     }

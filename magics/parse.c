@@ -226,7 +226,7 @@ out:
     return st;
 }
 
-/* The value of one line: its comment dropped, quotes read. */
+/* The value of one line: its comment dropped, quotes read; the comma too that stands there in pasted Python. */
 static ql_status line_value(const char *p, const char *end, int line, ql_entry *e)
 {
     ql_status st = QL_OK;
@@ -238,6 +238,8 @@ static ql_status line_value(const char *p, const char *end, int line, ql_entry *
         if (!part) QL_FAIL(QL_ENOMEM, "out of memory");
         st = quoted(part, &s, &b);
         while (st == QL_OK && blank(*s)) s++;
+        if (st == QL_OK && *s == ',')
+            for (s++; blank(*s);) s++;
         if (st != QL_OK)
             ql_error_prefix("line %d: ", line);
         else if (*s && *s != '#')
@@ -249,6 +251,8 @@ static ql_status line_value(const char *p, const char *end, int line, ql_entry *
     } else {
         const char *stop = p;
         while (stop < end && !(*stop == '#' && (stop == p || blank(stop[-1])))) stop++;
+        while (stop > p && blank(stop[-1])) stop--;
+        if (stop > p + 1 && stop[-1] == ',') stop--;
         while (stop > p && blank(stop[-1])) stop--;
         ql_buf_add(&b, p, (size_t)(stop - p));
         for (const char *s = p; s < stop; s++) {

@@ -129,6 +129,14 @@ static int exists(const char *path)
     return stat(path, &s) == 0;
 }
 
+ql_status ql_session_eval_data(const ql_job *job)
+{
+    const char *file = ql_job_str(job, "eval_dataset");
+    if (!file) QL_FAIL(QL_EINVAL, "no evaluation data: %%qlora config --eval_dataset FILE");
+    if (!exists(file) && !ql_fetch_named(file)) QL_FAIL(QL_EINVAL, "eval_dataset '%s': there is no such file or folder", file);
+    return QL_OK;
+}
+
 char *ql_session_bundled(const ql_magics *m, const char *name)
 {
     char *path = NULL;
@@ -164,12 +172,31 @@ ql_status ql_session_no_such(ql_magics *m, ql_fetch_what what, const char *name)
     QL_FAIL(QL_EINVAL, "no data '%s': there is no such file, folder or variable%s%s", name, *guess ? "; " : "", guess);
 }
 
+/* Runs of an earlier kernel are not taken unasked: the newest is named. */
+static ql_status no_run_yet(ql_magics *m)
+{
+    json_t *all = ql_magics_complete(m, "plot ");
+    struct timespec newest = {0};
+    char name[256] = "", file[4096];
+    struct stat s;
+    for (size_t i = 0; i < json_array_size(all); i++) {
+        const char *run = json_string_value(json_array_get(all, i));
+        snprintf(file, sizeof file, "%s/%s/events.jsonl", m->runs, run);
+        if (stat(file, &s) < 0 || s.st_mtim.tv_sec < newest.tv_sec) continue;
+        if (s.st_mtim.tv_sec == newest.tv_sec && s.st_mtim.tv_nsec < newest.tv_nsec) continue;
+        newest = s.st_mtim;
+        snprintf(name, sizeof name, "%s", run);
+    }
+    json_decref(all);
+    if (*name) QL_FAIL(QL_EINVAL, "no run since this notebook was started; the newest in %s/ is '%s': give its name", m->runs, name);
+    QL_FAIL(QL_EINVAL, "there is no run yet: %%qlora train makes one");
+}
+
 ql_status ql_session_run_path(ql_magics *m, const char *name, char **path)
 {
     char *p = NULL, near[120];
     if (!name) {
-        if (!m->last_path)
-            QL_FAIL(QL_EINVAL, "there is no run yet in this notebook; name one, or %%qlora train");
+        if (!m->last_path) return no_run_yet(m);
         if (!(*path = strdup(m->last_path))) QL_FAIL(QL_ENOMEM, "out of memory");
         return QL_OK;
     }
@@ -268,18 +295,36 @@ ql_status ql_session_run_job(ql_magics *m, const char *path, ql_job **job)
     return st;
 }
 
-ql_status ql_session_adapter(ql_magics *m, const char *run, const ql_job *job, json_t **adapter)
+ql_status ql_session_text_job(ql_magics *m, const char *run, ql_job **job)
 {
     char *path = NULL;
+    if (!run || strcmp(run, "none") == 0 || ql_job_str(m->job, "model")) {
+        QL_TRY(ql_session_need_model(m));
+        return ql_job_copy(m->job, job);
+    }
+    QL_TRY(ql_session_run_path(m, run, &path));
+    ql_status st = ql_session_run_job(m, path, job);
+    free(path);
+    if (st != QL_OK || ql_job_str(*job, "model")) return st;
+    ql_job_free(*job);
+    *job = NULL;
+    return ql_session_need_model(m);
+}
+
+ql_status ql_session_adapter(ql_magics *m, const char *run, const ql_job *job, json_t **adapter)
+{
+    char *path = NULL, *folder = NULL;
     if ((run && strcmp(run, "none") == 0) || (!run && !m->last_path)) {
         const char *first = run ? NULL : ql_job_str(job, "adapter");
         *adapter = first ? json_string(first) : json_null();
         return QL_OK;
     }
     QL_TRY(ql_session_run_path(m, run, &path));
-    *adapter = ql_text_json(path, strlen(path));
+    ql_status st = ql_session_adapter_folder(path, &folder);
+    if (st == QL_OK) *adapter = ql_text_json(folder, strlen(folder));
     free(path);
-    return QL_OK;
+    free(folder);
+    return st;
 }
 
 /* Of a run, its own adapter or its last checkpoint's; else a folder; else a name on the hub. */

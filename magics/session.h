@@ -35,11 +35,15 @@ ql_status ql_session_run_path(ql_magics *m, const char *name, char **path);
 ql_status ql_session_run_report(ql_magics *m, const char *name, json_t **out);
 /* The job that a run was started with; the notebook's own where none is stored. */
 ql_status ql_session_run_job(ql_magics *m, const char *path, ql_job **job);
-/* The adapter of a run as the engine takes it: its folder; null for `none` (the base model). Without a run: the last one's, else the one
+/* The notebook's job; that of the named run where the notebook has no model yet. */
+ql_status ql_session_text_job(ql_magics *m, const char *run, ql_job **job);
+/* The adapter of a run as the engine takes it: its folder, or its last checkpoint's where it did not finish; null for `none` (the base model). Without a run: the last one's, else the one
  * that the job starts from, else null. */
 ql_status ql_session_adapter(ql_magics *m, const char *run, const ql_job *job, json_t **adapter);
 /* The call's settings into the job; a name that `adapter` gives (of a run, or on the hub) becomes a folder. */
 ql_status ql_session_apply(ql_magics *m, const ql_call *call, ql_job *job);
+/* Whether there is evaluation data, and its file is there. */
+ql_status ql_session_eval_data(const ql_job *job);
 /* A bundled name → its folder, else the text itself. Frees with free(). */
 char *ql_session_bundled(const ql_magics *m, const char *name);
 /* The same; a name on the hub is fetched first, with a bar where there is something to fetch, and is its folder in the cache. */

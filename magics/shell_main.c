@@ -4,6 +4,7 @@
  *   qlora -c 'load tiny' -c train
  *   %%qlora config             a body runs to the next blank line or the next line that begins with
  * %
+ * In a terminal it asks for each line, and an error does not end it.
  */
 #include "magics/magics.h"
 #include "magics/view.h"
@@ -74,15 +75,25 @@ static const char *strip(const char *line, int *cell)
     return strncmp(line, "%qlora", 6) == 0 ? line + 6 : line;
 }
 
+static void ask(int in_body)
+{
+    fputs(in_body ? "     > " : "qlora> ", stdout);
+    fflush(stdout);
+}
+
 static ql_status run_file(ql_magics *m, FILE *f)
 {
+    int terminal = isatty(fileno(f));
     char *text = NULL, *line = NULL;
     size_t cap = 0;
     ssize_t n;
     ql_buf body = {0};
     ql_status st = QL_OK;
     int open = 0;
-    while (st == QL_OK && (n = getline(&text, &cap, f)) >= 0) {
+    if (terminal) puts("%qlora's verbs, one a line; help lists them, Ctrl-D ends");
+    for (;;) {
+        if (terminal) st = QL_OK, ask(open);
+        if (st != QL_OK || (n = getline(&text, &cap, f)) < 0) break;
         int cell, blank = strspn(text, " \t\r\n") == (size_t)n;
         if (open && (blank || text[0] == '%')) {
             st = run(m, line, ql_buf_str(&body));
@@ -102,6 +113,7 @@ static ql_status run_file(ql_magics *m, FILE *f)
         }
     }
     if (open && st == QL_OK) st = run(m, line, ql_buf_str(&body));
+    if (terminal) puts("");
     free(text);
     free(line);
     ql_buf_free(&body);
@@ -148,6 +160,13 @@ static ql_status run_all(ql_magics *m, int argc, char **argv)
     ql_status st = QL_OK;
     int cell;
     if (argc < 2) return run_file(m, stdin);
+    if (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "--version") == 0) {
+        printf("qlora %s: %%qlora's verbs without a notebook\n"
+               "  qlora               in a terminal, or from stdin\n"
+               "  qlora first.qlora   a verb a line\n"
+               "  qlora -c 'load tiny' -c 'data tiny' -c train\n", QL_VERSION);
+        return argv[1][2] == 'v' ? QL_OK : run(m, "help", NULL);
+    }
     for (int i = 1; i < argc && st == QL_OK; i++) {
         if (strcmp(argv[i], "-c") == 0 && i + 1 < argc) {
             st = run(m, strip(argv[++i], &cell), NULL);
@@ -156,7 +175,7 @@ static ql_status run_all(ql_magics *m, int argc, char **argv)
         } else {
             FILE *f = fopen(argv[i], "re");
             if (!f) {
-                fprintf(stderr, "qlora: %s: %s\n", argv[i], strerror(errno));
+                fprintf(stderr, "qlora: %s: %s; a verb is given as -c '%s'\n", argv[i], strerror(errno), argv[i]);
                 return QL_EIO;
             }
             st = run_file(m, f);

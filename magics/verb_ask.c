@@ -31,11 +31,12 @@ ql_status ql_verb_eval(ql_magics *m, const ql_call *call, json_t **out)
     ql_job *job = NULL;
     char line[80];
     ql_status st = QL_OK;
-    QL_TRY(ql_session_need_model(m));
-    QL_GO(ql_job_copy(m->job, &job));
+    const char *run = call->n_args ? call->args[0] : NULL;
+    QL_GO(ql_session_text_job(m, run, &job));
     QL_GO(ql_session_apply(m, call, job));
     QL_GO(ql_job_check(job));
-    QL_GO(ql_session_adapter(m, call->n_args ? call->args[0] : NULL, job, &adapter));
+    QL_GO(ql_session_eval_data(job));
+    QL_GO(ql_session_adapter(m, run, job, &adapter));
     cmd = json_pack("{s:s, s:o, s:O}", "cmd", "eval", "job", ql_job_json(job), "adapter", adapter);
     QL_GO(ql_session_ask(m, cmd, "eval", &result, NULL));
     snprintf(line, sizeof line, "eval_loss %.4f", ql_jnum(result, "eval_loss", (double)NAN));
@@ -147,13 +148,16 @@ out:
 ql_status ql_verb_unload(ql_magics *m, const ql_call *call, json_t **out)
 {
     json_t *result = NULL, *cmd = json_pack("{s:s}", "cmd", "unload");
-    int running = ql_client_running(m->client);
     (void)call;
-    ql_status st = running ? ql_client_command(m->client, cmd, NULL, NULL, NULL, &result) : QL_OK;
-    const char *text = running ? "devices freed" : "nothing was loaded";
-    if (st == QL_OK)
-        st = ql_result("text", text, json_pack("{s:s}", "text", text), ql_view_text(text, NULL),
-                       out);
+    ql_status st = ql_client_running(m->client) ? ql_client_command(m->client, cmd, NULL, NULL, NULL, &result) : QL_OK;
+    int held = json_is_true(json_object_get(result, "held"));
+    const char *text = held ? "devices freed" : "nothing was loaded";
+    ql_view v = {0};
+    ql_view_title(&v, text, held ? "model, settings and runs stay" : "");
+    json_t *data = json_pack("{s:s}", "text", text);
+    if (st == QL_OK) st = ql_result("text", text, json_incref(data), ql_view_bundle(&v, data), out);
+    else ql_view_free(&v);
+    json_decref(data);
     json_decref(cmd);
     json_decref(result);
     return st;

@@ -126,12 +126,12 @@ static json_t *heads_of(const ql_call *call, json_t *prompts)
     return heads;
 }
 
-static json_t *generate_command(const ql_magics *m, const ql_call *call, const json_t *prompts,
+static json_t *generate_command(const ql_job *job, const ql_call *call, const json_t *prompts,
                                 json_t *adapter)
 {
     json_t *cmd = json_pack(
         "{s:s, s:o, s:O, s:I, s:f, s:f, s:I, s:f, s:I, s:b}", "cmd", "generate", "job",
-        ql_job_json(m->job), "adapter", adapter, "max_new_tokens",
+        ql_job_json(job), "adapter", adapter, "max_new_tokens",
         (json_int_t)ql_call_int(call, "max_new_tokens", 64), "temperature",
         ql_call_float(call, "temperature", 0), "top_p", ql_call_float(call, "top_p", 1), "top_k",
         (json_int_t)ql_call_int(call, "top_k", 0), "repetition_penalty",
@@ -163,13 +163,15 @@ ql_status ql_verb_generate(ql_magics *m, const ql_call *call, json_t **out)
     json_t *adapter = NULL, *cmd = NULL, *result = NULL;
     ql_live_options o = {
         .host = &m->host, .follow = m->follow, .name = "generate", .number = ++m->displays};
+    const char *run = ql_call_str(call, "run", NULL);
+    ql_job *job = NULL;
     ql_status st = QL_OK;
-    QL_TRY(ql_session_need_model(m));
+    QL_TRY(ql_session_text_job(m, run, &job));
     QL_GO(generate_prompts(call, &g.prompts));
     g.heads = heads_of(call, g.prompts);
-    QL_GO(ql_session_adapter(m, ql_call_str(call, "run", NULL), m->job, &adapter));
+    QL_GO(ql_session_adapter(m, run, job, &adapter));
     QL_GO(ql_live_open(&o, &g.live));
-    cmd = generate_command(m, call, g.prompts, adapter);
+    cmd = generate_command(job, call, g.prompts, adapter);
     g.result = json_pack("{s:[], s:[]}", "texts", "base");
     snprintf(g.id, sizeof g.id, "qlora-text-%p-%d", (void *)m, m->displays);
     st = ql_client_command(m->client, cmd, on_token, on_generate_tick, &g, &result);
@@ -181,6 +183,7 @@ ql_status ql_verb_generate(ql_magics *m, const ql_call *call, json_t **out)
     QL_GO(st == QL_OK ? shown : st);
     st = generate_answer(&g, result, out);
 out:
+    ql_job_free(job);
     json_decref(adapter);
     json_decref(cmd);
     json_decref(result);

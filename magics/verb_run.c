@@ -152,7 +152,14 @@ static void verdict(const json_t *report, const json_t *record, ql_buf *b)
 static void final_note(const run_request *q, ql_status st, const json_t *result,
                        const json_t *record, ql_buf *b)
 {
-    if (st == QL_OK) {
+    const json_t *start = json_object_get(record, "start");
+    int64_t resumed = ql_jint(start, "resumed", 0);
+    if (st == QL_OK && q->resume && resumed >= ql_jint(start, "max_steps", resumed + 1)) {
+        ql_buf_printf(b, "nothing to resume: %s is done, step %lld of %lld; on from there: ", q->name, (long long)resumed,
+                      (long long)ql_jint(start, "max_steps", resumed));
+        resume_words(q, b);
+        ql_buf_put(b, " --max_steps N");
+    } else if (st == QL_OK) {
         ql_buf_printf(b, "done: ");
         run_line(q->name, record, result, b);
         ql_buf_printf(b, "; in %s", ql_jstr(result, "adapter", q->path));
@@ -435,8 +442,7 @@ ql_status ql_verb_baseline(ql_magics *m, const ql_call *call, json_t **out)
     QL_GO(one_device(job, json_object_get(report, "start")));
     QL_GO(baseline_name(m, ql_jstr(report, "name", "run"), name, sizeof name, &path));
     snprintf(line, sizeof line,
-             "baseline: one device, gradient_accumulation_steps %lld, so that a step is the same "
-             "samples\n",
+             "baseline: one device, gradient_accumulation_steps %lld: the same samples a step\n",
              (long long)ql_job_int(job, "gradient_accumulation_steps"));
     m->host.print(m->host.self, line);
     cut_history(report, ql_call_int(call, "steps", 20));

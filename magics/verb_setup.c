@@ -314,6 +314,7 @@ ql_status ql_verb_data(ql_magics *m, const ql_call *call, json_t **out)
     if (!ql_job_str(job, "data"))
         QL_GO(ql_fail(QL_EINVAL, "no data yet: %%qlora data FILE, or a variable's name"));
     QL_GO(ql_session_need_model(m));
+    if (ql_job_str(job, "eval_dataset")) QL_GO(ql_session_eval_data(job));
     QL_GO(ql_data_report(job, (int)ql_min64(ql_call_int(call, "show", 1), 50), &report));
     ql_job_free(m->job);
     m->job = job;

@@ -150,7 +150,7 @@ ql_status ql_session_adapter_folder(const char *path, char **folder)
         const json_t *all = json_object_get(report, "checkpoints");
         from = ql_jstr(json_array_get(all, json_array_size(all) - 1), "path", NULL);
         if (!from)
-            QL_GO(ql_fail(QL_EINVAL, "%s has no adapter yet: no checkpoint was written", path));
+            QL_GO(ql_fail(QL_EINVAL, "%s has no adapter: it ended before its first checkpoint (every save_steps, and at Stop)", path));
     }
     if (!(*folder = strdup(from))) st = ql_fail(QL_ENOMEM, "out of memory");
 out:
@@ -180,7 +180,7 @@ ql_status ql_verb_save(ql_magics *m, const ql_call *call, json_t **out)
 {
     static const char *const files[] = {"adapter_model.safetensors", "adapter_config.json"},
                       *const pushed[] = {"adapter_model.safetensors", "adapter_config.json", "README.md", NULL};
-    json_t *data = NULL;
+    json_t *data = NULL, *config = NULL;
     char *path = NULL, *from = NULL, *to = NULL, *a = NULL, *b = NULL;
     struct stat s = {0};
     ql_status st = QL_OK;
@@ -199,13 +199,16 @@ ql_status ql_verb_save(ql_magics *m, const ql_call *call, json_t **out)
         if (strcmp(from, to) != 0) QL_GO(copy_file(a, b));
         if (i == 0 && stat(b, &s) < 0) QL_GO(ql_fail(QL_EIO, "%s: %s", b, strerror(errno)));
     }
-    const char *base = ql_job_str(m->job, "model");
+    config = ql_read_json_file(b);
+    if (!config) QL_GO(ql_error_code());
+    const char *base = ql_jstr(config, "base_model_name_or_path", ql_job_str(m->job, "model"));
     data = json_pack("{s:s, s:s, s:I}", "path", to, "from", from, "bytes", (json_int_t)s.st_size);
     if (!data) QL_GO(ql_fail(QL_EINVAL, "save: names must be UTF-8"));
     QL_GO(ql_session_push(m, call, from, pushed, data));
     st = ql_result("saved", to, json_incref(data), save_view(to, base ? base : "MODEL", (double)s.st_size, data), out);
 out:
     json_decref(data);
+    json_decref(config);
     free(path);
     free(from);
     free(to);

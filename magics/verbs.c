@@ -434,6 +434,17 @@ out:
     return st;
 }
 
+/* "config r 8", "save out run-1": what was meant has two dashes. */
+static ql_status one_word_too_many(const ql_verb *v, const char *word)
+{
+    char hint[128] = "", name[64];
+    snprintf(name, sizeof name, "%.*s", (int)strcspn(word, "="), word);
+    if (v->takes != QL_TAKES_NONE && ql_setting_find(name)) snprintf(hint, sizeof hint, "; settings have two dashes: --%s", name);
+    for (const ql_option *o = v->options; !*hint && o && o->name; o++)
+        if (o->type == QL_ARG_RUN) snprintf(hint, sizeof hint, "; a run is named by --%s", o->name);
+    QL_FAIL(QL_EINVAL, "%s: '%s' is one word too many; usage: %%qlora %s%s%s%s", v->name, word, v->name, *v->args ? " " : "", v->args, hint);
+}
+
 static ql_status bind(ql_call *c, const char *body)
 {
     const ql_word *w = c->line.words;
@@ -453,9 +464,7 @@ static ql_status bind(ql_call *c, const char *body)
     }
     const ql_verb *v = c->verb;
     int has_body = body && body[strspn(body, " \t\r\n")];
-    if (v->max_args >= 0 && c->n_args > v->max_args)
-        QL_FAIL(QL_EINVAL, "%s: '%s' is one word too many; usage: %%qlora %s%s%s", v->name,
-                c->args[v->max_args], v->name, *v->args ? " " : "", v->args);
+    if (v->max_args >= 0 && c->n_args > v->max_args) return one_word_too_many(v, c->args[v->max_args]);
     if (c->n_args < v->min_args)
         QL_FAIL(QL_EINVAL, "%s needs %s; usage: %%qlora %s %s", v->name, v->args, v->name, v->args);
     if (!has_body) return QL_OK;

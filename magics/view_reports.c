@@ -140,19 +140,28 @@ json_t *ql_view_config(const ql_job *job, const json_t *model, const json_t *not
 /* ---- data
  * ---------------------------------------------------------------------------------------------- */
 
-/* Parts that are trained on stand on a tint; in text between ‹ ›. Spans count bytes of the text's
- * UTF-8. */
+/* Where the character (code point) begins; the text's end for those behind it. */
+static size_t byte_of(const char *text, json_int_t character)
+{
+    size_t at = 0;
+    for (json_int_t k = -1; text[at]; at++)
+        if (((unsigned char)text[at] & 0xc0) != 0x80 && ++k == character) return at;
+    return at;
+}
+
+/* Parts that are trained on stand on a tint; in text between ‹ ›. Spans count characters. */
 static void sample(ql_view *v, const json_t *s)
 {
     const char *text = ql_jstr(s, "text", "");
-    size_t n = strlen(text), at = 0, i, shown = n < 2400 ? n : 2400;
+    size_t n = strlen(text), at = 0, i, shown = byte_of(text, 2400);
     const json_t *span;
     ql_buf t = {0}, h = {0};
     ql_buf_put(&h, "<pre style=\"white-space:pre-wrap;word-break:normal;overflow-wrap:break-word;margin:4px 0;line-height:1.35\">");
     json_array_foreach(json_object_get(s, "spans"), i, span)
     {
-        size_t a = (size_t)json_integer_value(json_array_get(span, 0)),
-               b = (size_t)json_integer_value(json_array_get(span, 1));
+        if (!json_is_array(span)) continue;
+        size_t a = byte_of(text, json_integer_value(json_array_get(span, 0))),
+               b = byte_of(text, json_integer_value(json_array_get(span, 1)));
         int trained = json_is_true(json_array_get(span, 2)) ||
                       json_integer_value(json_array_get(span, 2)) != 0;
         if (a < at || b < a || a >= shown) continue;
@@ -216,6 +225,12 @@ static void histogram(ql_view *v, const json_t *h)
     ql_buf_free(&b);
 }
 
+/* "1 row", "2,000 rows" */
+static void some(ql_buf *b, double n, const char *what)
+{
+    ql_buf_printf(b, "%s %s%s", ql_fmt_count(n).s, what, n == 1 ? "" : "s");
+}
+
 json_t *ql_view_data(const json_t *r)
 {
     ql_view v = {0};
@@ -224,19 +239,23 @@ json_t *ql_view_data(const json_t *r)
     const char *key;
     size_t i;
     double tokens = ql_jnum(r, "tokens", NONE), trained = ql_jnum(r, "trained_tokens", NONE);
-    ql_buf_printf(&b, "%s rows, %s tokens", ql_fmt_count(ql_jnum(r, "rows", NONE)).s,
-                  ql_fmt_count(tokens).s);
+    some(&b, ql_jnum(r, "rows", NONE), "row");
+    ql_buf_put(&b, ", ");
+    some(&b, tokens, "token");
     if (isfinite(trained) && tokens > 0)
         ql_buf_printf(&b, ", %s of them trained on (%.0f %%)", ql_fmt_count(trained).s,
                       100 * trained / tokens);
     ql_view_title(&v, ql_jstr(r, "name", "data"), "%s", ql_buf_str(&b));
     histogram(&v, json_object_get(r, "histogram"));
-    if (ql_jnum(r, "truncated", 0) > 0)
-        ql_view_note(&v, "%s rows are cut at max_length",
-                     ql_fmt_count(ql_jnum(r, "truncated", 0)).s);
     json_object_foreach(json_object_get(r, "skipped"), key,
                         value) if (json_is_number(value) && json_number_value(value) > 0)
-        ql_view_note(&v, "%s rows left out: %s", ql_fmt_count(json_number_value(value)).s, key);
+    {
+        const char *first = ql_jstr(json_object_get(r, "first"), key, "");
+        ql_buf_clear(&b);
+        some(&b, json_number_value(value), "row");
+        ql_buf_printf(&b, " left out: %s%s%s", key, *first ? "; the first: " : "", first);
+        ql_view_warn(&v, ql_buf_str(&b));
+    }
     json_array_foreach(json_object_get(r, "warnings"), i, value) if (json_is_string(value))
         ql_view_warn(&v, json_string_value(value));
     json_array_foreach(json_object_get(r, "samples"), i, value) sample(&v, value);
@@ -436,7 +455,7 @@ json_t *ql_view_plan(const json_t *p, const char *on)
     ql_buf_clear(&b);
     json_array_foreach(json_object_get(p, "exact_worlds"), i, text)
         ql_buf_printf(&b, "%s%lld", b.len ? ", " : "", (long long)json_integer_value(text));
-    if (b.len) ql_view_note(&v, "same bits on %s devices", ql_buf_str(&b));
+    if (b.len) ql_view_note(&v, "same bits on %s device%s", ql_buf_str(&b), strcmp(ql_buf_str(&b), "1") ? "s" : "");
     json_array_foreach(json_object_get(p, "actions"), i, text)
     {
         ql_view_title(&v, "rank", "%zu, one optimizer step", i);

@@ -174,7 +174,9 @@ def generate(c):
 send("ready", version="9.9.9" if "other-version" in how else "0.1.0")
 while True:
     c = command()
-    if c["cmd"] == "train":
+    if c.get("adapter") and not os.path.exists(c["adapter"] + "/adapter_config.json"):
+        send("error", id=c["id"], status="invalid argument", text=f"{c['adapter']} has no adapter_config.json: not a PEFT adapter")
+    elif c["cmd"] == "train":
         train(c)
     elif c["cmd"] == "eval":
         send("done", id=c["id"], result={"eval_loss": 1.234, "eval_runtime": 0.7})
@@ -187,7 +189,7 @@ while True:
         send("done", id=c["id"], result={"checks": [{"name": "base bytes", "ok": True, "text": "2.9 GiB on each of 2 devices, 5.7 GiB in the file"},
                                                     {"name": "adapter reloaded", "ok": "bad-adapter" not in how, "text": "loss 1.0450, as at the end of training"}]})
     elif c["cmd"] == "unload":
-        send("done", id=c["id"], result={})
+        send("done", id=c["id"], result={"held": True})
     elif c["cmd"] == "echo-env":
         send("done", id=c["id"], result={"blas": os.environ.get("OPENBLAS_NUM_THREADS")})
     elif c["cmd"] != "stop":

@@ -27,6 +27,10 @@ def error(line, tmp_path):
     ("data tini", "no data 'tini': there is no such file, folder or variable; did you mean 'tiny/'?"),
     ("load tiny\nplan --on 2xT5", "no device 'T5' is known (did you mean 'T4'?); there are T4, "),
     ("config --load nowhere.json", "nowhere.json: there is no such file"),
+    ("config r 8", "settings have two dashes: --r"),
+    ("save out run-1", "usage: %qlora save [FOLDER]; a run is named by --run"),
+    ("load tiny\neval", "no evaluation data: %qlora config --eval_dataset FILE"),
+    ("load tiny\ndata tiny --eval_dataset no.jsonl", "eval_dataset 'no.jsonl': there is no such file or folder"),
     ("unload now", "'now' is one word too many; usage: %qlora unload"),
     ("plot --r 4", "plot takes no settings"),
     ("bench --seconds x", "--seconds takes a whole number, not 'x'"),
@@ -98,3 +102,19 @@ def test_settings_may_wait_for_the_data(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"text": "a"}\n')
     r = shell("load tiny\ndata d.jsonl\nconfig --eval_strategy steps\n", tmp_path)
     assert r.returncode == 1 and "eval_dataset" in r.stderr
+
+
+@pytest.mark.parametrize("line,name,value", [
+    ("learning_rate = 3e-4,", "learning_rate", 3e-4),
+    ("bf16=True,   # as in SFTConfig(…)", "bf16", True),
+    ("optim='adamw_8bit',", "optim", "adamw_8bit"),
+    ("target_modules=['q_proj', 'v_proj'],", "target_modules", ["q_proj", "v_proj"]),
+    ("target_modules: [q_proj, v_proj]", "target_modules", ["q_proj", "v_proj"]),
+    ("\"fsdp_config\": {\"cpu_offload\": true},", "fsdp_config", {"cpu_offload": True}),
+])
+def test_pasted_python(line, name, value, tmp_path):
+    assert config("%%qlora config\n" + line + "\n", tmp_path)[name] == value
+
+
+def test_not_even_python(tmp_path):
+    assert "must be valid JSON" in error("%%qlora config\ntarget_modules: ['a b']\n", tmp_path)

@@ -190,3 +190,86 @@ def test_quick(tmp_path):
         shell("help\n", tmp_path)
         seconds.append(since.seconds())
     assert sorted(seconds)[2] < 0.2, seconds
+
+
+REAL = BUILD / "qlora-engine"
+
+
+def test_a_stopped_run_speaks_from_its_checkpoint(tmp_path):
+    """As a stop leaves it: checkpoints, and no adapter in the run's own folder."""
+    r = shell("load tiny\ndata tiny\ntrain --max_steps 2 --save_steps 1 --max_length 64\n", tmp_path, engine=REAL)
+    assert r.returncode == 0, r.stderr
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (tmp_path / "runs/run-1" / name).unlink()
+    r = shell('load tiny\ndata tiny\nconfig --max_length 64\neval run-1\ngenerate "A goat" --run run-1 --max_new_tokens 3\nsave out --run run-1\n',
+              tmp_path, engine=REAL)
+    assert r.returncode == 0 and "eval_loss" in r.stdout and (tmp_path / "out/adapter_config.json").exists(), r.stderr
+
+
+def test_a_run_of_another_day(tmp_path):
+    """A new notebook: the run is named, its model and data are known; without a name the newest is offered, never taken."""
+    assert "there is no run yet" in shell("resume\n", tmp_path).stderr
+    r = shell("load tiny\ndata tiny\ntrain --max_steps 2 --max_length 64\n", tmp_path, engine=REAL)
+    assert r.returncode == 0, r.stderr
+    assert "the newest in runs/ is 'run-1'" in shell("resume\n", tmp_path).stderr
+    assert "did you mean 'run-1'?" in shell("resume run-2\n", tmp_path).stderr
+    r = shell("eval run-1\nsave out --run run-1\nresume run-1\n", tmp_path, engine=REAL)
+    assert r.returncode == 0 and f'from_pretrained("{ROOT}/notebooks/tiny")' in r.stdout, r.stdout + r.stderr
+    assert "nothing to resume: run-1 is done, step 2 of 2" in r.stdout and "%qlora resume run-1 --max_steps N" in " ".join(r.stdout.split())
+
+
+def test_an_engine_that_died_before_a_checkpoint(tmp_path):
+    r = shell(SETUP + "train --max_steps 20\n", tmp_path, "abort")
+    assert r.returncode == 1
+    assert "no adapter: it ended before its first checkpoint" in shell(SETUP + "eval run-1\n", tmp_path).stderr
+    assert "no whole checkpoint to go on from" in shell(SETUP + "resume run-1\n", tmp_path).stderr
+
+
+def test_unload_says_what_it_did(tmp_path):
+    r = shell("load tiny\ndata tiny\nunload\ntrain --max_steps 1 --max_length 64\nunload\nunload\n", tmp_path, engine=REAL)
+    assert r.returncode == 0, r.stderr
+    said = [line for line in r.stdout.splitlines() if "freed" in line or "nothing was" in line]
+    assert said == ["nothing was loaded", "devices freed · model, settings and runs stay", "nothing was loaded"]
+
+
+def test_marks_of_what_is_trained_on(tmp_path):
+    """The first token is predicted by nothing; marks stand between characters, not bytes."""
+    (tmp_path / "d.jsonl").write_text('{"prompt": "é 你好", "completion": " où é"}\n{"text": 5}\n')
+    (tmp_path / "t.jsonl").write_text('{"text": "hi"}\n{"text": 5}\n')
+    r = shell("load tiny\ndata d.jsonl\ndata t.jsonl\n", tmp_path)
+    assert r.returncode == 0, r.stderr
+    assert "  | <|begin_of_text|>é 你好‹ où é<|end_of_text|>›" in r.stdout
+    assert "  | <|begin_of_text|>‹hi<|end_of_text|>›" in r.stdout
+    assert "! 1 row left out: no text; the first: row 2: " in r.stdout
+
+
+@pytest.mark.parametrize("text,part", [
+    ('{"text": 5}', "the column 'text' must hold text; in the first row it is a whole number"),
+    ('{"a;b": "1;2"}', "parted by ';'"),
+    ('{"a": "1"}', "the columns 'a' are none of: text;"),
+])
+def test_columns_that_are_not_text(tmp_path, text, part):
+    (tmp_path / "d.jsonl").write_text(text + "\n")
+    assert part in shell("load tiny\ndata d.jsonl\n", tmp_path).stderr
+    r = shell("load tiny\ndata d.jsonl --dataset_text_field nope\n", tmp_path)
+    assert "dataset_text_field: there is no column 'nope'; there are '" in r.stderr
+
+
+@pytest.mark.parametrize("how", [["-h"], ["--help"], ["--version"]])
+def test_how_it_is_called(tmp_path, how):
+    r = subprocess.run([str(BUILD / "qlora"), *how], cwd=tmp_path, capture_output=True, text=True)
+    assert r.returncode == 0 and "qlora -c 'load tiny'" in r.stdout and ("generate [PROMPT" in r.stdout) == (how != ["--version"])
+    r = subprocess.run([str(BUILD / "qlora"), "train"], cwd=tmp_path, capture_output=True, text=True)
+    assert r.returncode == 1 and "a verb is given as -c 'train'" in r.stderr
+
+
+def test_a_terminal_is_asked_and_survives_errors(tmp_path):
+    import pty
+    terminal, end = pty.openpty()
+    p = subprocess.Popen([str(BUILD / "qlora")], cwd=tmp_path, env=environment(), stdin=end, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    os.close(end)
+    os.write(terminal, b"trian\nhelp help\n\x04")
+    out, err = p.communicate(timeout=30)
+    os.close(terminal)
+    assert p.returncode == 0 and "did you mean 'train'?" in err
+    assert out.count("qlora> ") == 3 and "%qlora help [VERB or SETTING]" in out

@@ -291,7 +291,7 @@ TEST(tokenised_in_a_thread_and_cached)
     CHECK_STR(json_string_value(json_object_get(s, "text")), "pone<|im_end|>");
     CHECK_INT(json_integer_value(json_array_get(json_array_get(json_object_get(s, "spans"), 0), 1)), 1);
     CHECK_INT(json_integer_value(json_object_get(json_array_get(json_object_get(report, "histogram"), 0), "count")), 2);
-    CHECK(json_array_size(json_object_get(report, "warnings")) >= 2);
+    CHECK(json_array_size(json_object_get(report, "warnings")) == 1);
     ql_dataset_close(d), json_decref(report);
     CHECK_OK(open_one(file("bad.jsonl", "{\"prompt\":\"a b c d e f\",\"completion\":\"x\"}\n"), NULL, &t));
     CHECK_OK(ql_tokenise_start(t, tok, &o, &k));

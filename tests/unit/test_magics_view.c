@@ -124,15 +124,23 @@ TEST(data_view)
 {
     json_t *r =
         json_loads("{\"name\":\"d\",\"rows\":1200,\"tokens\":52000,\"trained_tokens\":26000,"
-                   "\"skipped\":{\"empty\":3},\"truncated\":7,"
+                   "\"skipped\":{\"empty\":3},\"first\":{\"empty\":\"row 2: no text\"},\"truncated\":7,"
                    "\"histogram\":[{\"from\":0,\"to\":64,\"count\":1},{\"from\":64,\"to\":128,\"count\":5},{\"from\":128,\"to\":256,\"count\":0},{\"from\":256,\"to\":512,\"count\":4}],\"warnings\":[\"all "
                    "pads\"],\"samples\":[{\"text\":\"Q: hi\\nA: yo\",\"spans\":[[9,11,true]]}]}",
                    0, NULL);
     CHECK(same(plain(ql_view_data(r)),
                "d · 1,200 rows, 52,000 tokens, 26,000 of them trained on (50 %)\n"
                "rows by their tokens: 0–63: 1, 64–127: 5, 256–511: 4  ▂█▁▇\n"
-               "7 rows are cut at max_length\n3 rows left out: empty\n! all pads\n  | Q: hi\n  | "
+               "! 3 rows left out: empty; the first: row 2: no text\n! all pads\n  | Q: hi\n  | "
                "A: ‹yo›\nMarked parts are trained on."));
+    json_decref(r);
+}
+
+/* Spans count characters: a mark never falls into one. */
+TEST(data_view_marks_characters)
+{
+    json_t *r = json_loads("{\"name\":\"d\",\"rows\":1,\"tokens\":9,\"samples\":[{\"text\":\"é你 → ja\",\"spans\":[[0,4,false],[4,99,true]]}]}", 0, NULL);
+    CHECK(same(plain(ql_view_data(r)), "d · 1 row, 9 tokens\n  | é你 →‹ ja›\nMarked parts are trained on."));
     json_decref(r);
 }
 
@@ -216,9 +224,9 @@ TEST(live_lines)
     }
     ql_live_close(l);
     CHECK(same(shown, "run-1: 4 steps on 1 × cpu, float32, resident\n"
-                      "step 1/4  loss 2.5000  lr 1e-4  grad 0.25  99 tok/s  - left\n"
-                      "step 2/4  loss 2.5000  lr 1e-4  grad 0.25  99 tok/s  00:02 left\n"
-                      "step 4/4  loss 2.5000  lr 1e-4  grad 0.25  99 tok/s  00:00 left\n"));
+                      "step 1/4  loss 2.5000  lr 1e-4     grad 0.25        99 tok/s\n"
+                      "step 2/4  loss 2.5000  lr 1e-4     grad 0.25        99 tok/s  00:02 left\n"
+                      "step 4/4  loss 2.5000  lr 1e-4     grad 0.25        99 tok/s  00:00 left\n"));
 }
 
 TEST(verbs_are_complete)
@@ -283,6 +291,6 @@ TEST(completion)
     ql_magics_close(m);
 }
 
-TEST_MAIN(T(tables), T(tables_wrap_at_80_columns), T(plan_view), T(data_view),
+TEST_MAIN(T(tables), T(tables_wrap_at_80_columns), T(plan_view), T(data_view), T(data_view_marks_characters),
           T(views_survive_any_report), T(live_view), T(live_lines), T(verbs_are_complete),
           T(completion))
