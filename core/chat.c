@@ -46,6 +46,11 @@ void ql_chat_close(ql_chat *c)
     free(c);
 }
 
+bool ql_chat_has_marks(const ql_chat *c)
+{
+    return ql_jinja_has_generation(c->jinja);
+}
+
 static ql_status add_span(void *user, size_t start, size_t end)
 {
     ql_chat_text *t = user;
@@ -136,7 +141,7 @@ ql_status ql_chat_render(const ql_chat *c, const json_t *messages, const json_t 
                          unsigned flags, ql_chat_text *out)
 {
     if (!json_is_array(messages)) QL_FAIL(QL_EINVAL, "a conversation must be a list of messages");
-    bool marks = ql_jinja_has_generation(c->jinja);
+    bool marks = ql_chat_has_marks(c);
     QL_TRY(render(c, messages, tools, extra, flags, marks ? add_span : NULL, out));
     if (flags & QL_CHAT_SPANS && !marks) QL_TRY(spans_by_prefixes(c, messages, tools, extra, out));
     return QL_OK;

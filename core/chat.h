@@ -28,6 +28,7 @@ typedef struct ql_chat ql_chat;
 /* Compiles a template; the names supply bos_token and so on. Refuses what the Jinja subset lacks. */
 ql_status ql_chat_open(const char *jinja, const ql_tok_names *names, ql_chat **out) QL_MUST_USE;
 void ql_chat_close(ql_chat *c);
+bool ql_chat_has_marks(const ql_chat *c); /* {% generation %} */
 /* messages: array of {"role","content",…}; tools: array or NULL; extra: object of further variables
  * (enable_thinking, date_string …) or NULL. Replaces out's content. QL_EINVAL also when the template
  * itself raises; QL_ENOSUP where spans are asked for and rendering is not prefix-stable. */

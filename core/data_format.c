@@ -37,11 +37,15 @@ static bool is_list_of(const json_t *list, const char *key)
 static ql_row_kind recognise(const json_t *row, const char *text_field)
 {
     const json_t *text = json_object_get(row, text_field), *talk = json_object_get(row, "conversations");
+    const json_t *messages = json_object_get(row, "messages");
+    const json_t *prompt = json_object_get(row, "prompt"), *completion = json_object_get(row, "completion");
     if (json_is_array(json_object_get(row, "input_ids"))) return QL_ROW_IDS;
-    if (json_is_array(json_object_get(row, "messages"))) return QL_ROW_MESSAGES;
-    if (is_list_of(talk, "from")) return QL_ROW_SHAREGPT;
+    if (json_is_string(prompt) && json_is_string(completion)) return QL_ROW_COMPLETION;
+    if (json_is_array(prompt) && json_is_array(completion)) return QL_ROW_COMPLETION;
+    if (is_list_of(messages, "from") || is_list_of(talk, "from")) return QL_ROW_SHAREGPT;
+    if (json_is_array(messages)) return QL_ROW_MESSAGES;
     if (is_list_of(talk, "role")) return QL_ROW_MESSAGES;
-    if (json_object_get(row, "prompt") && json_object_get(row, "completion")) return QL_ROW_COMPLETION;
+    if (prompt && completion) return QL_ROW_COMPLETION; /* the row says what is wrong with it */
     if (json_is_string(json_object_get(row, "instruction")) && json_object_get(row, "output"))
         return QL_ROW_ALPACA;
     if (!json_is_string(text)) return QL_ROW_UNKNOWN;
@@ -146,10 +150,11 @@ static ql_status mask_all(ql_example *e, uint8_t trained)
     return QL_OK;
 }
 
-static ql_status add_eos(const ql_formatter *f, ql_str *s)
+/* Behind a text that does not end with it; of s the text begins at `from`. */
+static ql_status add_eos(const ql_formatter *f, ql_str *s, size_t from)
 {
     size_t n = f->eos ? strlen(f->eos) : 0;
-    if (!n || (s->len >= n && memcmp(s->data + s->len - n, f->eos, n) == 0)) return QL_OK;
+    if (!n || (s->len >= from + n && memcmp(s->data + s->len - n, f->eos, n) == 0)) return QL_OK;
     return ql_str_add(s, f->eos, n);
 }
 
@@ -192,17 +197,19 @@ static ql_status format_text(ql_formatter *f, const json_t *row, ql_example *e)
 {
     const json_t *t = json_object_get(row, f->text_field);
     ql_str s = {0};
-    ql_span span[64];
+    ql_span *span = NULL;
     size_t n = 0;
     if (!json_is_string(t)) ROW_FAIL("no text", "column '%s' is missing or not a string", f->text_field);
     if (!json_string_length(t)) ROW_FAIL("empty", "column '%s' is empty", f->text_field);
     ql_status st = ql_str_add(&s, json_string_value(t), json_string_length(t));
-    if (st == QL_OK) st = add_eos(f, &s);
+    if (st == QL_OK) st = add_eos(f, &s, 0);
     if (st == QL_OK && f->kind == QL_ROW_OIG && f->o.loss_on == QL_LOSS_RESPONSES) {
-        for (const char *p = s.data; n < 64 && (p = strstr(p, BOT)); n++) {
-            const char *end = strstr(p, HUMAN);
+        span = malloc((s.len / (sizeof BOT - 1) + 1) * sizeof *span);
+        if (!span) QL_GO(ql_fail(QL_ENOMEM, "no memory for an example"));
+        for (const char *p = s.data, *last = p + s.len; (p = memmem(p, (size_t)(last - p), BOT, sizeof BOT - 1)); n++) {
             p += sizeof BOT - 1;
-            if (!end) end = s.data + s.len;
+            const char *end = memmem(p, (size_t)(last - p), HUMAN, sizeof HUMAN - 1);
+            if (!end) end = last;
             span[n] = (ql_span){(size_t)(p - s.data), (size_t)(end - s.data)};
             p = end;
         }
@@ -211,17 +218,21 @@ static ql_status format_text(ql_formatter *f, const json_t *row, ql_example *e)
         st = ql_tok_encode(f->tok, s.data, s.len, QL_TOK_SPECIALS, &e->ids);
         if (st == QL_OK) st = mask_all(e, 1);
     }
-    ql_str_free(&s);
+out:
+    ql_str_free(&s), free(span);
     return st;
 }
 
 /* Tools and template variables that a row brings along. */
-static ql_status row_extras(const json_t *row, const json_t **tools, const json_t **extra, json_t **parsed)
+static ql_status row_extras(const json_t *row, const json_t **tools, const json_t **extra, json_t **parsed, ql_example *e)
 {
     *tools = json_object_get(row, "tools"), *extra = json_object_get(row, "chat_template_kwargs");
     *parsed = NULL;
-    if (json_is_string(*tools)) /* as data sets with one type a column keep them */
-        *tools = *parsed = json_loads(json_string_value(*tools), 0, NULL);
+    if (json_string_length(*tools)) { /* as data sets with one type a column keep them */
+        *parsed = json_loads(json_string_value(*tools), JSON_ALLOW_NUL | JSON_DECODE_ANY, NULL);
+        if (!*parsed) ROW_FAIL("broken tools", "the column 'tools' is a text that is not JSON");
+        *tools = *parsed;
+    }
     if (!json_is_array(*tools)) *tools = NULL;
     if (!json_is_object(*extra)) *extra = NULL;
     return QL_OK;
@@ -232,7 +243,7 @@ static ql_status render(ql_formatter *f, const json_t *row, const json_t *messag
 {
     const json_t *tools, *extra;
     json_t *parsed;
-    QL_TRY(row_extras(row, &tools, &extra, &parsed));
+    QL_TRY(row_extras(row, &tools, &extra, &parsed, e));
     ql_status st = ql_chat_render(f->chat, messages, tools, extra, flags, t);
     json_decref(parsed);
     if (st == QL_ENOSUP) e->reason = "the template hides where the assistant speaks";
@@ -271,7 +282,8 @@ static const char *role_of(const char *from)
 static ql_status format_sharegpt(ql_formatter *f, const json_t *row, ql_example *e)
 {
     json_t *messages = json_array(), *turn;
-    const json_t *list = json_object_get(row, "conversations");
+    const json_t *list = json_object_get(row, "messages");
+    if (!is_list_of(list, "from")) list = json_object_get(row, "conversations");
     ql_status st = messages ? QL_OK : ql_fail(QL_ENOMEM, "no memory for a conversation");
     size_t i;
     json_array_foreach(list, i, turn)
@@ -292,19 +304,19 @@ static ql_status format_sharegpt(ql_formatter *f, const json_t *row, ql_example 
     return st;
 }
 
-/* The prompt's tokens are masked by their number, as TRL does it, even where they differ from how the whole
- * begins; that is counted. */
+/* The prompt ends where its own tokens and those of the whole part, which TRL 1.16 has too: mostly behind the prompt's last token,
+ * earlier where one token reaches over the border or a template renders the prompt alone differently. That is counted. */
 static ql_status mask_prompt(ql_formatter *f, const char *prompt, size_t n, unsigned flags, ql_example *e)
 {
     ql_ids ids = {0};
+    size_t k = 0;
     ql_status st = QL_OK;
     if (flags & QL_TOK_SPECIALS)
         for (size_t i = 0; i < ql_tok_prefix(f->tok)->len; i++)
             QL_GO(ql_ids_push(&ids, ql_tok_prefix(f->tok)->data[i]));
     QL_GO(ql_tok_encode(f->tok, prompt, n, 0, &ids));
-    size_t k = ids.len < e->ids.len ? ids.len : e->ids.len;
-    e->prompt_not_prefix = ids.len > e->ids.len || (k && memcmp(ids.data, e->ids.data, k * sizeof *ids.data) != 0);
-    if (k) memset(e->trained, 0, k);
+    while (k < ids.len && k < e->ids.len && ids.data[k] == e->ids.data[k]) e->trained[k++] = 0;
+    e->prompt_not_prefix = k < ids.len;
 out:
     ql_ids_free(&ids);
     return st;
@@ -316,7 +328,7 @@ static ql_status format_strings(ql_formatter *f, const char *prompt, size_t n, c
     ql_status st = QL_OK;
     QL_GO(ql_str_add(&s, prompt, n));
     QL_GO(ql_str_add(&s, json_string_value(completion), json_string_length(completion)));
-    QL_GO(add_eos(f, &s));
+    QL_GO(add_eos(f, &s, n));
     QL_GO(ql_tok_encode(f->tok, s.data, s.len, QL_TOK_SPECIALS, &e->ids));
     QL_GO(mask_all(e, 1));
     if (f->o.loss_on != QL_LOSS_ALL) QL_GO(mask_prompt(f, prompt, n, QL_TOK_SPECIALS, e));
@@ -335,9 +347,15 @@ static ql_status format_turns(ql_formatter *f, const json_t *row, const json_t *
         st = ql_fail(QL_ENOMEM, "no memory for a conversation");
         goto out;
     }
-    QL_GO(render(f, row, all, 0, &t, e));
-    QL_GO(ql_tok_encode(f->tok, t.text.data, t.text.len, 0, &e->ids));
-    QL_GO(mask_all(e, 1));
+    /* A completion of several turns has more in it than answers; one answer needs no search where the template has no marks. */
+    bool one = json_array_size(completion) == 1 && !ql_chat_has_marks(f->chat), spans = f->o.loss_on == QL_LOSS_RESPONSES && !one;
+    QL_GO(render(f, row, all, spans ? QL_CHAT_SPANS : 0, &t, e));
+    if (spans) {
+        QL_GO(encode_spans(f, t.text.data, t.text.len, t.spans, t.n_spans, 0, e));
+    } else {
+        QL_GO(ql_tok_encode(f->tok, t.text.data, t.text.len, 0, &e->ids));
+        QL_GO(mask_all(e, 1));
+    }
     if (f->o.loss_on == QL_LOSS_ALL) goto out;
     QL_GO(render(f, row, prompt, QL_CHAT_PROMPT, &p, e));
     QL_GO(mask_prompt(f, p.text.data, p.text.len, 0, e));

@@ -46,7 +46,8 @@ static ql_status choose_path(ql_tokenising *t)
         return QL_OK;
     }
     QL_TRY(ql_table_hash(t->rows, h));
-    int64_t numbers[] = {t->o.packing == QL_PACK_WRAPPED ? 0 : t->o.max_length, t->o.packing == QL_PACK_BFD_SPLIT, t->o.loss_on, (int64_t)ql_tok_hash(t->tok)};
+    enum { RULES = 2 }; /* changes when the same row becomes other tokens or another mask */
+    int64_t numbers[] = {RULES, t->o.packing == QL_PACK_WRAPPED ? 0 : t->o.max_length, t->o.packing == QL_PACK_BFD_SPLIT, t->o.loss_on, (int64_t)ql_tok_hash(t->tok)};
     for (int k = 0; k < 2; k++) {
         h[k] = ql_hash(h[k], numbers, sizeof numbers);
         h[k] = hash_text(h[k], t->o.text_field);

@@ -205,7 +205,20 @@ TEST(rows_become_masked_ids)
     SHOWS("qwen", "{\"instruction\":\"add\",\"input\":\"1 1\",\"output\":\"2\"}",
           "<|im_start|>user\nadd\n\n1 1<|im_end|>\n<|im_start|>assistant\n[2<|im_end|>\n]");
     SHOWS("qwen", "{\"text\":\"<human>: hi <bot>: yo\"}", "[<human>: hi <bot>: yo<|im_end|>]");
+    /* A token that reaches over the border is the completion's. */
+    SHOWS("qwen", "{\"prompt\":\"x  \",\"completion\":\"42\"}", "x[  42<|im_end|>]");
+    CHECK(e.prompt_not_prefix);
+    SHOWS("qwen", "{\"prompt\":\"x<|im_end|>\",\"completion\":\"\"}", "x<|im_end|>[<|im_end|>]");
+    /* Both kinds of columns: prompt and completion, as TRL has it; a prompt alone says nothing. */
+    SHOWS("qwen", "{\"messages\":[{\"role\":\"user\",\"content\":\"hi\"}],\"prompt\":\"a\",\"completion\":\" b\"}", "a[ b<|im_end|>]");
+    SHOWS("qwen", "{\"messages\":[{\"role\":\"user\",\"content\":\"hi\"}],\"prompt\":\"a\"}", "[<|im_start|>user\nhi<|im_end|>\n]");
+    SHOWS("qwen", "{\"messages\":[{\"from\":\"human\",\"value\":\"hi\"},{\"from\":\"gpt\",\"value\":\"yo\"}]}",
+          "[<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n]");
     o.loss_on = QL_LOSS_RESPONSES;
+    SHOWS("qwen", "{\"prompt\":[{\"role\":\"user\",\"content\":\"a\"}],\"completion\":[{\"role\":\"assistant\",\"content\":\"b\"},"
+                  "{\"role\":\"tool\",\"content\":\"c\"},{\"role\":\"assistant\",\"content\":\"d\"}]}",
+          "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[b<|im_end|>\n]<|im_start|>tool\nc<|im_end|>\n"
+          "<|im_start|>assistant\n[d<|im_end|>\n]");
     SHOWS("qwen", chat, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[yo<|im_end|>\n]");
     SHOWS("llama", chat, "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
                          "<|start_header_id|>assistant<|end_header_id|>\n\n[yo<|eot_id|>]");
@@ -229,6 +242,25 @@ TEST(rows_become_masked_ids)
     ql_str_free(&s), ql_example_free(&e);
 }
 
+/* As many turns as a text has. */
+TEST(many_turns_of_plain_text)
+{
+    ql_data_options o = {.loss_on = QL_LOSS_RESPONSES};
+    ql_tok *t = NULL;
+    ql_formatter *f = NULL;
+    ql_example e = {0};
+    ql_str s = {0};
+    size_t answers = 0;
+    for (int i = 0; i < 100; i++) CHECK_OK(ql_str_puts(&s, "<human>: x <bot>: y "));
+    json_t *row = json_pack("{s:s}", "text", s.data);
+    CHECK_OK(ql_tok_open("tests/text/data/qwen", &t));
+    CHECK_OK(ql_formatter_new(t, row, &o, &f));
+    CHECK_OK(ql_format_row(f, row, &e));
+    for (size_t i = 1; i < e.ids.len; i++) answers += e.trained[i] && !e.trained[i - 1];
+    CHECK_INT(answers, 100);
+    ql_formatter_free(f), ql_tok_close(t), ql_example_free(&e), ql_str_free(&s), json_decref(row);
+}
+
 TEST(causes_are_named)
 {
     ql_data_options o = {0};
@@ -236,6 +268,7 @@ TEST(causes_are_named)
     ql_example e = {0};
     CHECK_FAILS(show("qwen", "{\"question\":\"a\",\"answer\":\"b\"}", &o, &s, &e), QL_EINVAL, "'question', 'answer'");
     CHECK_FAILS(show("flags", "{\"messages\":[]}", &o, &s, &e), QL_EINVAL, "no chat template");
+    CHECK_FAILS(show("qwen", "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"tools\":\"[{\"}", &o, &s, &e), QL_EINVAL, "'tools'");
     CHECK_FAILS(show("qwen", "{\"input_ids\":[1,-2]}", &o, &s, &e), QL_EINVAL, "input_ids[1]");
     CHECK_FAILS(show("qwen", "{\"input_ids\":[1,2.5]}", &o, &s, &e), QL_EINVAL, "input_ids[1]");
     CHECK_FAILS(show("qwen", "{\"input_ids\":[1,2],\"labels\":[1]}", &o, &s, &e), QL_EINVAL, "labels must be a list as long");
@@ -390,5 +423,5 @@ TEST(clean_up)
 }
 
 TEST_MAIN(T(formats_are_read), T(splits_globs_and_folders), T(rows_are_pushed_by_a_front_end),
-          T(rows_become_masked_ids), T(causes_are_named), T(tokenised_in_a_thread_and_cached), T(the_cache_goes_by_content),
+          T(rows_become_masked_ids), T(many_turns_of_plain_text), T(causes_are_named), T(tokenised_in_a_thread_and_cached), T(the_cache_goes_by_content),
           T(pad_may_be_eos), T(long_samples_are_split_when_asked), T(clean_up))
