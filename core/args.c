@@ -40,7 +40,6 @@ static ql_every every(const ql_job *job, const char *name)
 static void read_model(const ql_job *job, ql_args *a)
 {
     a->model = ql_job_str(job, "model");
-    a->revision = ql_job_str(job, "revision");
     a->dtype = dtype(job, "dtype");
     if (a->dtype == QL_DTYPES) a->dtype = dtype(job, "bnb_4bit_compute_dtype"); /* ql_job_check: they do not differ */
     if (a->dtype == QL_DTYPES) a->dtype = dtype(job, "param_dtype");
@@ -132,8 +131,6 @@ static void read_records(const ql_job *job, ql_args *a)
     a->save_minutes = ql_job_float(job, "save_minutes");
     a->save_total_limit = ql_job_int(job, "save_total_limit");
     a->save_dtype = dtype(job, "save_dtype");
-    a->run_name = ql_job_str(job, "run_name");
-    a->output_dir = ql_job_str(job, "output_dir");
 }
 
 ql_status ql_args_from_job(const ql_job *job, ql_args *out)

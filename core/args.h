@@ -17,7 +17,7 @@ typedef enum { QL_TOKENS_NO, QL_TOKENS_YES } ql_token_count;
 /* dtypes: QL_DTYPES where the setting is auto. Strings belong to the job, and live as long as it. */
 typedef struct {
     /* model */
-    const char *model, *revision;
+    const char *model;
     ql_dtype dtype, residual_dtype;
     bool load_in_4bit, double_quant, dequant_direct;
     /* what a micro-batch is, and the order of them */
@@ -57,7 +57,6 @@ typedef struct {
     double save_minutes;      /* 0: none */
     int64_t save_total_limit; /* 0: no limit */
     ql_dtype save_dtype;
-    const char *run_name, *output_dir;
 } ql_args;
 
 /* Checks the job as a whole (ql_job_check) and reads it. */

@@ -326,7 +326,6 @@ static ql_status read_dtype(reader *r)
     for (int d = QL_F32; d <= QL_BF16; d++) {
         if (strcmp(s, ql_dtype_name((ql_dtype)d)) == 0) {
             r->c->dtype = (ql_dtype)d;
-            r->c->dtype_given = true;
             return QL_OK;
         }
     }

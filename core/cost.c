@@ -2,6 +2,13 @@
 
 #include "core/pipe.h"
 
+typedef enum {
+    COST_F,      /* forward */
+    COST_R,      /* recompute all that backward needs: all but down_proj */
+    COST_R_MLP,  /* recompute gate and up only */
+    COST_B       /* gradient of the input; the adapters' own gradients are under 1 % of it */
+} pass;
+
 /* Products of a layer: 2 · N · K per token each. Attention, causal: of the S² / 2 scores 2 · D for q·k and 2 · D for p·v, per head;
  * backward does five such products where forward does two. */
 static double linear(const ql_config *c, ql_linear from, ql_linear to)
@@ -15,19 +22,21 @@ static double linear(const ql_config *c, ql_linear from, ql_linear to)
     return sum;
 }
 
-double ql_cost_layer(const ql_config *c, int64_t rows, int64_t length, ql_cost what)
+/* Operations of one decoder layer for `rows` tokens in documents of `length`. */
+static double layer_cost(const ql_config *c, int64_t rows, int64_t length, pass what)
 {
     double attention = 2.0 * (double)length * (double)(c->heads * c->head_dim), token = 0;
     switch (what) {
-    case QL_COST_F: token = linear(c, QL_Q, QL_DOWN) + attention; break;
-    case QL_COST_R: token = linear(c, QL_Q, QL_UP) + attention; break;
-    case QL_COST_R_MLP: token = linear(c, QL_GATE, QL_UP); break;
-    case QL_COST_B: token = linear(c, QL_Q, QL_DOWN) + 2.5 * attention; break;
+    case COST_F: token = linear(c, QL_Q, QL_DOWN) + attention; break;
+    case COST_R: token = linear(c, QL_Q, QL_UP) + attention; break;
+    case COST_R_MLP: token = linear(c, QL_GATE, QL_UP); break;
+    case COST_B: token = linear(c, QL_Q, QL_DOWN) + 2.5 * attention; break;
     }
     return token * (double)rows;
 }
 
-double ql_cost_head(const ql_config *c, int64_t rows, int train)
+/* The head's two products for `rows` targets; without backward the first one only. */
+static double head_cost(const ql_config *c, int64_t rows, int train)
 {
     return (train ? 4.0 : 2.0) * (double)rows * (double)c->vocab * (double)c->hidden;
 }
@@ -36,11 +45,11 @@ double ql_cost_head(const ql_config *c, int64_t rows, int train)
 static double layer_flops(const ql_spec *s, int l, int64_t length)
 {
     const ql_config *c = &s->model->cfg;
-    double sum = ql_cost_layer(c, s->rows, length, QL_COST_F);
+    double sum = layer_cost(c, s->rows, length, COST_F);
     if (!s->choice.train || l < s->choice.first) return sum;
-    sum += ql_cost_layer(c, s->rows, length, QL_COST_B);
-    if (s->choice.keep[l] == QL_KEEP_INPUT) sum += ql_cost_layer(c, s->rows, length, QL_COST_R);
-    if (s->choice.keep[l] == QL_KEEP_NO_MLP) sum += ql_cost_layer(c, s->rows, length, QL_COST_R_MLP);
+    sum += layer_cost(c, s->rows, length, COST_B);
+    if (s->choice.keep[l] == QL_KEEP_INPUT) sum += layer_cost(c, s->rows, length, COST_R);
+    if (s->choice.keep[l] == QL_KEEP_NO_MLP) sum += layer_cost(c, s->rows, length, COST_R_MLP);
     return sum;
 }
 
@@ -49,7 +58,7 @@ static double micro_flops(const ql_spec *s, int64_t length)
 {
     const ql_config *c = &s->model->cfg;
     const ql_choice *ch = &s->choice;
-    double sum = ql_cost_head(c, s->rows, ch->train);
+    double sum = head_cost(c, s->rows, ch->train);
     for (int l = 0; l < ch->layers; l++) sum += layer_flops(s, l, length);
     return sum;
 }
@@ -79,7 +88,7 @@ static double pipe_seconds(const ql_spec *s, const ql_mem *m, int64_t length, co
     const ql_config *cfg = &s->model->cfg;
     ql_choice c = {.world = ch->world, .layers = ch->world, .g = ch->g, .pieces = 1, .schedule = ch->schedule, .train = ch->train};
     c.first = ch->world;
-    ql_pipe_times t = {.head = ql_cost_head(cfg, s->rows, ch->train) / r->flops};
+    ql_pipe_times t = {.head = head_cost(cfg, s->rows, ch->train) / r->flops};
     ql_pipe_result out;
     t.message = (double)(s->rows * cfg->hidden) * (double)ql_dtype_size(s->res) / r->link;
     for (int w = 0; w < ch->world; w++) {
@@ -89,11 +98,11 @@ static double pipe_seconds(const ql_spec *s, const ql_mem *m, int64_t length, co
         c.keep[w] = QL_KEEP_ALL;
         for (int l = ch->cut[w]; l < ch->cut[w + 1]; l++) {
             int learns = ch->train && l >= ch->first, keep = ch->keep[l];
-            t.f[w] += ql_cost_layer(cfg, s->rows, length, QL_COST_F) / r->flops;
+            t.f[w] += layer_cost(cfg, s->rows, length, COST_F) / r->flops;
             if (ch->store[l] == QL_STORE_HOST) host += (double)m->blob[l].part_bytes / r->host;
             if (!learns) continue;
-            t.b[w] += ql_cost_layer(cfg, s->rows, length, QL_COST_B) / r->flops;
-            if (keep != QL_KEEP_ALL) t.r[w] += ql_cost_layer(cfg, s->rows, length, keep == QL_KEEP_INPUT ? QL_COST_R : QL_COST_R_MLP) / r->flops;
+            t.b[w] += layer_cost(cfg, s->rows, length, COST_B) / r->flops;
+            if (keep != QL_KEEP_ALL) t.r[w] += layer_cost(cfg, s->rows, length, keep == QL_KEEP_INPUT ? COST_R : COST_R_MLP) / r->flops;
             if (ch->save[l]) saved += (double)(s->rows * cfg->hidden) * (double)ql_dtype_size(s->res) / r->host;
         }
         if (t.r[w] > 0) c.keep[w] = QL_KEEP_INPUT;
@@ -136,7 +145,7 @@ void ql_cost_cut(ql_spec *s, int64_t length)
     enum { N = QL_MAX_LAYERS + 1, W = QL_MAX_WORLD + 1 };
     ql_choice *c = &s->choice;
     int least = c->layers >= c->world, from[W][N];
-    double upto[N] = {0}, slowest[W][N], squares[W][N], head = ql_cost_head(&s->model->cfg, s->rows, c->train);
+    double upto[N] = {0}, slowest[W][N], squares[W][N], head = head_cost(&s->model->cfg, s->rows, c->train);
     for (int l = 0; l < c->layers; l++) upto[l + 1] = upto[l] + layer_flops(s, l, length);
     /* The first w stages have n layers: the slowest of them as quick as can be, then the most even. */
     for (int w = 0; w <= c->world; w++)
@@ -156,7 +165,7 @@ void ql_cost_cut(ql_spec *s, int64_t length)
 double ql_cost_action(const ql_spec *s)
 {
     const ql_config *c = &s->model->cfg;
-    double layer = ql_cost_layer(c, s->rows, s->rows, QL_COST_B), head = ql_cost_head(c, s->rows, s->choice.train);
+    double layer = layer_cost(c, s->rows, s->rows, COST_B), head = head_cost(c, s->rows, s->choice.train);
     return layer > head ? layer : head;
 }
 

@@ -5,18 +5,6 @@
 
 #include "core/memory.h"
 
-typedef enum {
-    QL_COST_F,      /* forward */
-    QL_COST_R,      /* recompute all that backward needs: all but down_proj */
-    QL_COST_R_MLP,  /* recompute gate and up only */
-    QL_COST_B       /* gradient of the input; the adapters' own gradients are under 1 % of it */
-} ql_cost;
-
-/* Operations of one decoder layer for `rows` tokens in documents of `length`. */
-double ql_cost_layer(const ql_config *c, int64_t rows, int64_t length, ql_cost what);
-/* The head's two products for `rows` targets; without backward the first one only. */
-double ql_cost_head(const ql_config *c, int64_t rows, int train);
-
 typedef struct {
     double flops;     /* a second, in large products */
     double link;      /* bytes a second that a device receives from the others in an all-gather */

@@ -284,11 +284,6 @@ static void take(ql_lines *r, size_t n)
     if (r->n == 0) r->at = 0;
 }
 
-int ql_lines_waiting(const ql_lines *r)
-{
-    return r->n && memchr(r->buf + r->at, '\n', r->n) != NULL;
-}
-
 static bool blank(const char *p, size_t n)
 {
     for (size_t i = 0; i < n; i++)

@@ -50,6 +50,5 @@ void ql_lines_close(ql_lines *r);
 ql_status ql_lines_next(ql_lines *r, int timeout_ms, ql_lines_state *state, json_t **out) QL_MUST_USE;
 /* The next command, however long it takes, NULL at the end of input; lines that are none are skipped, and the error text is clear. */
 json_t *ql_lines_wait(ql_lines *r);
-int ql_lines_waiting(const ql_lines *r); /* 1: a whole line is here already, poll() would not tell */
 
 #endif

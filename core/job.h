@@ -1,9 +1,14 @@
-/* Values of settings that have a form of their own; core/job.c checks them when they are set, and
- * the engine reads them with the same functions. */
+/* Values of settings. Those that have a form of their own are checked when they are set, and the engine reads them with the same
+ * functions. */
 #ifndef QL_JOB_H
 #define QL_JOB_H
 
 #include "core/qlora.h"
+
+/* ---- from what is given to what a job stores (settings_read.c); new references ---- */
+ql_status ql_setting_read(const ql_setting *s, json_t *given, json_t **out) QL_MUST_USE;
+/* Text by the setting's type; still to be read. */
+ql_status ql_setting_parse(const ql_setting *s, const char *text, json_t **out) QL_MUST_USE;
 
 /* ---- devices: "auto", "0,1", "cuda", "cuda:0,1", "cpu", "cpu:4" ---- */
 enum { QL_MAX_DEVICES = 64 };

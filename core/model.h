@@ -47,7 +47,6 @@ typedef struct {
     int64_t eos[8];
     int eos_count;
     ql_dtype dtype;              /* of the checkpoint: torch_dtype or dtype; F32 where unsaid */
-    bool dtype_given;
     ql_quant_config quant;
 } ql_config;
 

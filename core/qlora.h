@@ -9,7 +9,7 @@
 
 #include <jansson.h>
 
-/* ---- settings: one table (job.c) feeds parsing, checks, help, completion --------------------------- */
+/* ---- settings: one table (settings.c) feeds parsing, checks, help, completion --------------------------- */
 
 typedef enum { QL_SET_BOOL, QL_SET_INT, QL_SET_FLOAT, QL_SET_STR, QL_SET_CHOICE, QL_SET_JSON } ql_set_type;
 

@@ -19,7 +19,8 @@ void ql_task_close(ql_task *t)
     free(t);
 }
 
-void ql_task_batch_bounds(const ql_dataset *d, int64_t batch, int64_t round, int64_t *rows, int64_t *docs)
+/* Longest micro-batch (tokens) and most documents in one, over any order of the examples. */
+static void batch_bounds(const ql_dataset *d, int64_t batch, int64_t round, int64_t *rows, int64_t *docs)
 {
     int64_t parts = 1, length = 1, n = ql_dataset_size(d), b = ql_min64(batch, n);
     for (int64_t i = 0; i < n; i++) {
@@ -69,8 +70,8 @@ static ql_status open_data(ql_task *t, const ql_task_inputs *in)
     if (in->eval) QL_TRY(ql_dataset_open(in->eval, eval_pack ? kind : QL_PACK_NONE, a->max_length, &t->eval));
     s->round = in->place.arch ? 64 : 16;
     s->rows = 64, s->docs = 1;
-    if (t->train) ql_task_batch_bounds(t->train, a->batch, s->round, &s->rows, &s->docs);
-    if (t->eval) ql_task_batch_bounds(t->eval, a->eval_batch, s->round, &s->rows, &s->docs);
+    if (t->train) batch_bounds(t->train, a->batch, s->round, &s->rows, &s->docs);
+    if (t->eval) batch_bounds(t->eval, a->eval_batch, s->round, &s->rows, &s->docs);
     if (!t->train && !t->eval) {
         s->rows = a->batch * ql_round_up(a->max_length, s->round);
         s->docs = pack ? DOCS_WITHOUT_DATA * a->batch : a->batch;

@@ -41,7 +41,5 @@ double ql_task_lr_at(const ql_task *t, int64_t step);
 /* Whether ranks that hold `a` can run `b` without placing anything again. */
 int ql_task_same_model(const ql_task *a, const ql_task *b); /* model, adapters' table, dtypes */
 int ql_task_same_place(const ql_task *a, const ql_task *b);
-/* Longest micro-batch (tokens) and most documents in one, over any order of the examples. */
-void ql_task_batch_bounds(const ql_dataset *d, int64_t batch, int64_t round, int64_t *rows, int64_t *docs);
 
 #endif

@@ -89,7 +89,8 @@ ql_status ql_train_data(ql_worker *w, int64_t step, ql_step_data *d)
 
 /* ---- evaluation ------------------------------------------------------------------------------- */
 
-ql_status ql_eval_loss(ql_worker *w, double *loss, int64_t *samples, int64_t *batches)
+/* The task's eval set with the adapters as they are; loss as Hugging Face's prediction loop has it. */
+static ql_status eval_loss(ql_worker *w, double *loss, int64_t *samples, int64_t *batches)
 {
     const ql_task *t = w->task;
     ql_choice c = w->rank->spec->choice;
@@ -136,7 +137,7 @@ static ql_status evaluate(run *x, int *best)
     double from = ql_now();
     if (!x->t->eval) return QL_OK;
     QL_TRY(ql_worker_say(x->w, "evaluating", ""));
-    QL_TRY(ql_eval_loss(x->w, &e.loss, &e.samples, &e.batches));
+    QL_TRY(eval_loss(x->w, &e.loss, &e.samples, &e.batches));
     e.seconds = ql_now() - from;
     QL_TRY(ql_history_eval(x->history, &e, best));
     const json_t *all = ql_history_records(x->history);
@@ -393,7 +394,7 @@ ql_status ql_eval_run(ql_worker *w, const json_t *command, json_t **out)
     if (adapter) QL_GO(ql_lora_read(w->task->lora, adapter, flat)); /* none: B is zero, the base itself */
     QL_GO(ql_rank_set_adapters(w->rank, flat));
     QL_GO(ql_worker_say(w, "evaluating", ""));
-    QL_GO(ql_eval_loss(w, &loss, &samples, &batches));
+    QL_GO(eval_loss(w, &loss, &samples, &batches));
     double s = ql_now() - from;
     *out = json_pack("{s:f,s:f,s:f,s:I}", "eval_runtime", s, "eval_samples_per_second", (double)samples / s, "eval_steps_per_second",
                      (double)batches / s, "samples", (json_int_t)samples);

@@ -25,8 +25,6 @@ void ql_worker_finish(ql_rank_process *p, const json_t *command, ql_status st, j
 /* Both end with the result of their "done" event. QL_ESTOP: *out says {"step","checkpoint"}. */
 ql_status ql_train_run(ql_worker *w, const json_t *command, json_t **out);
 ql_status ql_eval_run(ql_worker *w, const json_t *command, json_t **out);
-/* Evaluates on the task's eval set with the adapters as they are; loss as Hugging Face's prediction loop has it. */
-ql_status ql_eval_loss(ql_worker *w, double *loss, int64_t *samples, int64_t *batches);
 
 /* What step `step` (from 0) is trained on. */
 ql_status ql_train_data(ql_worker *w, int64_t step, ql_step_data *d);

@@ -23,7 +23,7 @@ TEST(defaults)
     CHECK(a.lr.kind == QL_LR_LINEAR && a.lr.lr == 2e-4);
     CHECK(a.checkpointing == QL_PICK_AUTO && a.fsdp.mode == QL_FSDP_AUTO);
     CHECK(a.log_every == QL_EVERY_STEPS && a.eval_every == QL_EVERY_NO && a.save_every == QL_EVERY_STEPS);
-    CHECK(a.run_name == NULL && a.load_in_4bit && a.double_quant && a.exact_worlds == 8);
+    CHECK(a.load_in_4bit && a.double_quant && a.exact_worlds == 8);
     ql_job_free(j);
 }
 

@@ -23,7 +23,7 @@ TEST(defaults_of_a_bare_llama)
           c.eps == 1e-6);
     CHECK(c.bos == 1 && c.eos_count == 1 && c.eos[0] == 2 && c.pad == -1 &&
           c.max_positions == 2048);
-    CHECK(c.dtype == QL_F32 && !c.dtype_given && !c.quant.present);
+    CHECK(c.dtype == QL_F32 && !c.quant.present);
 }
 
 TEST(both_spellings)
@@ -41,7 +41,7 @@ TEST(both_spellings)
         "{\"rope_theta\":500000.0,\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":1.0,"
         "\"high_freq_factor\":4,\"original_max_position_embeddings\":8192}",
         &b));
-    CHECK(a.dtype == QL_BF16 && a.dtype_given && a.rope.type == QL_ROPE_LLAMA3 &&
+    CHECK(a.dtype == QL_BF16 && a.rope.type == QL_ROPE_LLAMA3 &&
           a.rope.original == 8192);
     CHECK(b.dtype == a.dtype && b.rope.type == a.rope.type && b.rope.theta == a.rope.theta);
     CHECK(a.rope.theta == 5e5 && b.rope.factor == 8.0 && b.rope.high_freq == 4.0);
