@@ -62,7 +62,9 @@ void ql_buf_html(ql_buf *b, const char *text)
         case '<': ql_buf_put(b, "&lt;"); break;
         case '>': ql_buf_put(b, "&gt;"); break;
         case '"': ql_buf_put(b, "&quot;"); break;
-        default: ql_buf_add(b, p, 1);
+        default: /* XML, so an SVG, may not hold other control characters: a browser would show nothing of it */
+            if ((unsigned char)*p >= ' ' || *p == '\n' || *p == '\t') ql_buf_add(b, p, 1);
+            else ql_buf_put(b, "\xef\xbf\xbd");
         }
     }
 }

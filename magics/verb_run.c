@@ -384,11 +384,13 @@ static ql_status one_device(ql_job *job, const json_t *start)
 static ql_status baseline_name(ql_magics *m, const char *of, char *name, size_t size, char **path)
 {
     struct stat s;
+    int fit = (int)strnlen(of, 80);
+    while (fit > 0 && ((unsigned char)of[fit] & 0xc0) == 0x80) fit--; /* half a character is no UTF-8 */
     for (int i = 1; i < 1000; i++) {
         if (i == 1)
-            snprintf(name, size, "%.80s-baseline", of);
+            snprintf(name, size, "%.*s-baseline", fit, of);
         else
-            snprintf(name, size, "%.80s-baseline-%d", of, i);
+            snprintf(name, size, "%.*s-baseline-%d", fit, of, i);
         if (asprintf(path, "%s/%s", m->runs, name) < 0) QL_FAIL(QL_ENOMEM, "out of memory");
         if (stat(*path, &s) < 0) return QL_OK;
         free(*path);

@@ -214,11 +214,11 @@ static void add_differences(json_t *chart, const json_t *runs, const char *metri
         const json_t *run = json_array_get(runs, i);
         points p = points_of(json_object_get(run, "history"), metric, VALUES), d = {0};
         int equal;
-        char label[200];
+        char label[800];
+        const char *mine = ql_jstr(run, "name", "run"), *theirs = ql_jstr(json_array_get(runs, 0), "name", "run");
         shared += difference(&first, &p, &d, &equal);
         same += equal;
-        snprintf(label, sizeof label, "%.80s − %.80s", ql_jstr(run, "name", "run"),
-                 ql_jstr(json_array_get(runs, 0), "name", "run"));
+        snprintf(label, sizeof label, "%.*s − %.*s", (int)ql_text_fit(mine, 80), mine, (int)ql_text_fit(theirs, 80), theirs);
         add_series(panel, label, &d, ql_colour((int)i), "line");
         points_free(&p);
         points_free(&d);

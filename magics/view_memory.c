@@ -98,7 +98,7 @@ static int choose_times(history *h)
 static void add_category(const history *h, json_t *panel, size_t device, int category, double *low, double unit)
 {
     json_t *x = json_array(), *y = json_array(), *bottom = json_array();
-    char label[96];
+    char label[256];
     for (size_t i = 0; i < h->n; i++) {
         double v = bytes_at(h, h->at[i], device, category);
         json_array_append_new(x, json_real(h->x[i]));
@@ -106,7 +106,7 @@ static void add_category(const history *h, json_t *panel, size_t device, int cat
         low[i] += v;
         json_array_append_new(y, json_real(low[i] / unit));
     }
-    snprintf(label, sizeof label, "%.40s  %s", h->name[category], ql_fmt_bytes(h->most[category]).s);
+    snprintf(label, sizeof label, "%.*s  %s", (int)ql_text_fit(h->name[category], 40), h->name[category], ql_fmt_bytes(h->most[category]).s);
     json_array_append_new(json_object_get(panel, "series"),
                           json_pack("{s:s, s:s, s:o, s:o, s:o, s:s, s:s}", "name", h->name[category], "label", label, "x", x, "y", y, "low",
                                     bottom, "colour", ql_category_colour(h->name[category]), "kind", "stack"));
@@ -115,11 +115,12 @@ static void add_category(const history *h, json_t *panel, size_t device, int cat
 static void add_device(const history *h, json_t *chart, size_t device, double unit)
 {
     const json_t *d = device_at(h, h->at[h->n - 1], device);
+    const char *name = ql_jstr(d, "name", "device");
     double *low = calloc(h->n + 1, sizeof *low), peak = 0, total = ql_jnum(d, "total", 0);
-    char text[200];
+    char text[400];
     if (!low) return;
     for (size_t i = 0; i < h->n; i++) peak = fmax(peak, sum_at(h, h->at[i], device));
-    snprintf(text, sizeof text, "%lld: %.60s, at most %s%s%s", (long long)ql_jint(d, "rank", (int64_t)device), ql_jstr(d, "name", "device"),
+    snprintf(text, sizeof text, "%lld: %.*s, at most %s%s%s", (long long)ql_jint(d, "rank", (int64_t)device), (int)ql_text_fit(name, 60), name,
              ql_fmt_bytes(peak).s, total > 0 ? " of " : "", total > 0 ? ql_fmt_bytes(total).s : "");
     json_t *panel = json_pack("{s:s, s:f, s:[], s:b, s:f, s:s}", "ylabel", "", "weight", 1.0, "series", "floor", 1, "ymax", h->top * 1.22 / unit,
                               "text", text);

@@ -12,7 +12,8 @@ import time
 GIB = 1 << 30
 how = os.environ.get("FAKE_ENGINE", "").split()
 pace = next((float(w[5:]) for w in how if w.startswith("pace=")), 0.01)
-DEVICES = [{"name": "Fake T4", "id": f"00:0{4 + i}.0", "backend": "cuda", "total": 15 * GIB, "free": 14 * GIB, "arch": "sm_75"} for i in range(2)]
+X = ' <img src=x onerror=alert(1)>"\'&amp; $\\frac$ \x1b[31m\x07 🦙' if "hostile" in how else ""   # behind every name and text
+DEVICES = [{"name": "Fake T4" + X, "id": f"00:0{4 + i}.0", "backend": "cuda", "total": 15 * GIB, "free": 14 * GIB, "arch": "sm_75"} for i in range(2)]
 
 if "--devices" in sys.argv:
     if "devices-fail" in how:
@@ -57,9 +58,9 @@ def memory(step, send=send):
     devices = []
     for i in range(2):
         parts = {"base": int(2.9 * GIB), "adapters": 160 << 20, "optimizer": 320 << 20, "activations": int((1.2 + 0.3 * math.sin(step / 7 + i)) * GIB),
-                 "scratch": 420 << 20, "runtime": 610 << 20}
+                 "scratch": 420 << 20, "runtime": 610 << 20, **({"mine" + X: 1 << 28} if X else {})}
         total = sum(parts.values())
-        devices.append({"rank": i, "name": "Fake T4", "bytes": parts, "arena": total - parts["runtime"], "peak": total + (200 << 20), "process": total,
+        devices.append({"rank": i, "name": "Fake T4" + X, "bytes": parts, "arena": total - parts["runtime"], "peak": total + (200 << 20), "process": total,
                         "used": total, "total": 15 * GIB, "temperature": 61 + i, "power": 64.5})
     send("memory", devices=devices, host=2 * GIB)
 
@@ -92,16 +93,16 @@ def train(c):
         both("checkpoint", step=step, path=folder)
         return folder
 
-    send("state", state="placing", text="placing weights")
+    send("state", state="placing", text="placing weights" + X)
     for i in range(0, 5):
         send("progress", what="load", done=i * GIB, total=4 * GIB)
         time.sleep(pace)
     both("start", run=path, max_steps=most, epochs=1.0, world=world, backend="cuda", dtype="float16", store="sharded", schedule="loop", resumed=first,
-         trainable="trainable params: 41,943,040", samples_per_step=8, devices=[{"rank": i, "name": "Fake T4", "total": 15 * GIB} for i in range(world)],
-         text=["sharded (auto: 2.9 GiB of 5.7 GiB per device)"])
+         trainable="trainable params: 41,943,040" + X, samples_per_step=8, devices=[{"rank": i, "name": "Fake T4" + X, "total": 15 * GIB} for i in range(world)],
+         text=["sharded (auto: 2.9 GiB of 5.7 GiB per device)" + X])
     send("state", state="training", text="training")
     if "warn" in how:
-        send("log", level="warning", text="3 of 120 rows have no trained token")
+        send("log", level="warning", text="3 of 120 rows have no trained token" + X)
     history = []
     stop_at = min(most, c.get("steps", most))
     for step in range(first + 1, stop_at + 1):
@@ -167,7 +168,7 @@ def generate(c):
             for w in words:
                 send("token", prompt=i, variant=variant, text=w)
                 time.sleep(pace)
-            out.append("".join(words))
+            out.append("".join(words) + X)
     send("done", id=c["id"], result={"texts": texts, "base": base})
 
 
@@ -186,7 +187,7 @@ while True:
         memory(0)
         send("done", id=c["id"], result={})
     elif c["cmd"] == "verify":
-        send("done", id=c["id"], result={"checks": [{"name": "base bytes", "ok": True, "text": "2.9 GiB on each of 2 devices, 5.7 GiB in the file"},
+        send("done", id=c["id"], result={"checks": [{"name": "base bytes" + X, "ok": True, "text": "2.9 GiB on each of 2 devices, 5.7 GiB in the file" + X},
                                                     {"name": "adapter reloaded", "ok": "bad-adapter" not in how, "text": "loss 1.0450, as at the end of training"}]})
     elif c["cmd"] == "unload":
         send("done", id=c["id"], result={"held": True})

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import time
+import xml.etree.ElementTree as ET
 
 import clock
 import pytest
@@ -273,3 +274,9 @@ def test_a_terminal_is_asked_and_survives_errors(tmp_path):
     os.close(terminal)
     assert p.returncode == 0 and "did you mean 'train'?" in err
     assert out.count("qlora> ") == 3 and "%qlora help [VERB or SETTING]" in out
+def test_a_long_name_is_cut_between_characters(tmp_path):
+    name = "ü" * 45 + "x"   # of 91 bytes; a baseline keeps 80, which end in half a character where it begins with one byte more
+    for n in (name, "x" + name):
+        r = shell(SETUP + f"train --max_steps 3 --run_name {n}\nbaseline --steps 2\nplot {n} {n[:40]}-baseline --save d.svg\n", tmp_path)
+        assert r.returncode == 0 and "2/2 losses: same bits" in r.stdout, r.stdout + r.stderr
+        ET.parse(tmp_path / "d.svg")

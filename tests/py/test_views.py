@@ -111,3 +111,45 @@ print(qlora.run("config")._bundle["data"]["text/html"])
 """
     r = python(code, tmp_path)
     assert r.returncode == 0 and "<img" not in r.stdout and "&lt;img" in r.stdout
+
+
+HOSTILE = """
+import sys, qlora
+if WITHOUT: sys.modules["matplotlib"] = None
+name = "<img src=x onerror=alert(1)>\\"'& $\\\\frac$ \\x1b[31m\\x07 \U0001f999"
+pages = []
+qlora._host.print = lambda text: None
+show = qlora._host.show
+class Publisher:
+    def publish(self, data, **more): pages.append(data)
+class Shell:
+    display_pub, user_ns = Publisher(), {}
+qlora._host.ip = Shell()
+qlora._open()
+run = lambda *a, **k: pages.append((qlora.run(*a, **k)._bundle or {"data": {}})["data"])
+run("load", "tiny"); run("data", "tiny"); run("info"); run("config", devices="0,1", lr_scheduler_type="linear"); run("config", all=True)
+for i in range(2):
+    run("train", max_steps=12, run_name=name.replace("/", "") + str(i))
+for verb in (("plot", qlora.last, name + "0"), ("memory",), ("memory", qlora.last), ("verify",), ("eval",), ("generate", name), ("save", name), ("help",),
+             ("baseline",)):
+    run(*verb)
+import json
+print("PAGES" + json.dumps(pages))
+"""
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_nothing_hostile_gets_into_a_page(tmp_path, without):
+    """Names, devices, warnings, answers: shown as they are, in HTML and in SVG, and no chart fails on them."""
+    r = python(HOSTILE.replace("WITHOUT", str(without)), tmp_path, "hostile warn fp16")
+    assert r.returncode == 0 and not r.stderr, r.stderr
+    pages = [p["text/html"] for p in json.loads(r.stdout.split("PAGES", 1)[1]) if "text/html" in p]
+    assert sum("&lt;img src=x onerror=alert(1)&gt;&quot;" in p for p in pages) >= 8
+    seen = 0
+    for page in pages:
+        pictures = [base64.b64decode(x).decode() for x in re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)]
+        for text in ["<all>" + re.sub(r'<(img [^>]*src="data:[^>]*)>', r"<\1/>", page.replace("&nbsp;", " ")) + "</all>", *pictures]:
+            for e in ET.fromstring(text).iter():
+                assert e.get("src", "data:image/").startswith("data:image/") and not any(k.startswith("on") for k in e.attrib), text
+        seen += len(pictures)
+    assert bool(seen) == without

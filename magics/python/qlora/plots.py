@@ -1,7 +1,14 @@
 """Charts as matplotlib figures, from the descriptions that the C side makes. pyplot and rcParams are not touched."""
 import io
+import warnings
 
 INK, QUIET, GRID, LINE = "#1f2933", "#66727f", "#e7eaee", "#aab3bd"
+
+
+def _text(text):
+    """A name as it is: not read as TeX, nor left out of a legend for its underscore."""
+    text = text.replace("$", r"\$")
+    return " " + text if text.startswith("_") else text
 
 
 def _numbers(values):
@@ -13,17 +20,17 @@ def _series(ax, s):
     if kind == "faint":
         ax.plot(x, y, color=colour, alpha=0.28, linewidth=0.9, solid_joinstyle="round")
     elif kind == "wide":
-        ax.plot(x, y, color=colour, alpha=0.35, linewidth=4.5, solid_joinstyle="round", solid_capstyle="round", label=s["name"])
+        ax.plot(x, y, color=colour, alpha=0.35, linewidth=4.5, solid_joinstyle="round", solid_capstyle="round", label=_text(s["name"]))
     elif kind == "dots":
-        ax.plot(x, y, "o", markersize=5, markerfacecolor="white", markeredgecolor=colour, markeredgewidth=1.4, label=s["name"])
+        ax.plot(x, y, "o", markersize=5, markerfacecolor="white", markeredgecolor=colour, markeredgewidth=1.4, label=_text(s["name"]))
     elif kind == "cross":
-        ax.plot(x, y, "x", markersize=6, markeredgecolor=colour, markeredgewidth=1.4, label=s["name"])
+        ax.plot(x, y, "x", markersize=6, markeredgecolor=colour, markeredgewidth=1.4, label=_text(s["name"]))
     elif kind == "stack":
-        ax.fill_between(x, _numbers(s["low"]), y, color=colour, linewidth=0, label=s["label"])
+        ax.fill_between(x, _numbers(s["low"]), y, color=colour, linewidth=0, label=_text(s["label"]))
     else:
         lone = sum(v == v for v in y) == 1
         ax.plot(x, y, marker="o" if lone else None, markersize=4, color=colour, linewidth=1.6,
-                solid_joinstyle="round", solid_capstyle="round", label=s["name"])
+                solid_joinstyle="round", solid_capstyle="round", label=_text(s["name"]))
 
 
 def draw_panel(ax, panel, xlabel=None, title=None, xlim=None, legend="top"):
@@ -47,11 +54,11 @@ def draw_panel(ax, panel, xlabel=None, title=None, xlim=None, legend="top"):
     ax.tick_params(colors=QUIET, labelsize=8.5, length=0, pad=5)
     ax.yaxis.set_major_locator(MaxNLocator(5 if panel.get("weight", 1) >= 1 else 3))
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=xlabel == "step"))
-    ax.set_ylabel(panel["ylabel"], color=QUIET, fontsize=8.5)
+    ax.set_ylabel(_text(panel["ylabel"]), color=QUIET, fontsize=8.5)
     if xlabel:
-        ax.set_xlabel(xlabel, color=QUIET, fontsize=8.5)
+        ax.set_xlabel(_text(xlabel), color=QUIET, fontsize=8.5)
     if title:
-        ax.set_title(title, loc="left", color=INK, fontsize=10, fontweight="bold", pad=10)
+        ax.set_title(_text(title), loc="left", color=INK, fontsize=10, fontweight="bold", pad=10)
     named = {}
     for handle, label in zip(*ax.get_legend_handles_labels()):
         named.setdefault(label, handle)
@@ -62,7 +69,7 @@ def draw_panel(ax, panel, xlabel=None, title=None, xlim=None, legend="top"):
         ax.legend(named.values(), named.keys(), loc="lower right", bbox_to_anchor=(1.0, 1.0), ncol=min(len(named), 5), frameon=False,
                   fontsize=8.5, labelcolor=INK, handlelength=1.4, columnspacing=1.4, borderaxespad=0.2)
     if panel.get("text"):
-        ax.text(0.995, 0.93, panel["text"], transform=ax.transAxes, ha="right", va="top", color=INK, fontsize=8.5)
+        ax.text(0.995, 0.93, _text(panel["text"]), transform=ax.transAxes, ha="right", va="top", color=INK, fontsize=8.5)
 
 
 def _xlim(chart):
@@ -97,5 +104,7 @@ def png(chart):
     except ImportError:
         return None
     out = io.BytesIO()
-    fig.savefig(out, format="png")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")   # a name may hold what the font does not
+        fig.savefig(out, format="png")
     return out.getvalue()
