@@ -51,20 +51,23 @@ static size_t patterns_of(const json_t *files, ql_fetch_what what, const char *l
     return n;
 }
 
-/* The headers of all weight files can be read: a snapshot that Python left with its configuration alone is not whole. */
-static int whole(const char *folder, ql_fetch_what what)
+/* The headers of all weight files can be read: a snapshot that Python left with its configuration alone is not whole. Nothing says
+ * which files a data set has. */
+static ql_status whole(const char *folder, ql_fetch_what what)
 {
     ql_model *m = NULL;
+    ql_status st = QL_OK;
     if (what == QL_FETCH_ADAPTER) {
         char path[QL_PATH_MAX];
-        for (size_t i = 0; i < sizeof adapter_files / sizeof *adapter_files; i++)
-            if (ql_path_join(path, folder, adapter_files[i]) != QL_OK || !ql_path_is_file(path)) return 0;
-        return 1;
+        for (size_t i = 0; i < sizeof adapter_files / sizeof *adapter_files; i++) {
+            QL_TRY(ql_path_join(path, folder, adapter_files[i]));
+            if (!ql_path_is_file(path)) QL_FAIL(QL_EINVAL, "%s is missing", adapter_files[i]);
+        }
+    } else if (what == QL_FETCH_MODEL) {
+        st = ql_model_open(folder, &m);
+        ql_model_close(m);
     }
-    ql_status st = ql_model_open(folder, &m);
-    ql_model_close(m);
-    ql_error_clear();
-    return st == QL_OK;
+    return st;
 }
 
 ql_status ql_fetch(const ql_hub_access *hub, ql_fetch_what what, const char *name, const char *revision, const json_t *files,
@@ -80,13 +83,15 @@ ql_status ql_fetch(const ql_hub_access *hub, ql_fetch_what what, const char *nam
                         .offline = true, .progress = hub->progress, .user = hub->user};
     /* A model that is here whole is taken as it is, without a question to the network; of a data set the hub is asked, since nothing
      * says which files it has. */
-    ql_status st = hub->offline || what != QL_FETCH_DATA ? ql_hub_snapshot(&o, repo, list, n, path) : QL_EIO;
-    if (!hub->offline && (st != QL_OK || !whole(path, what))) {
+    if (hub->offline) {
+        QL_TRY(ql_hub_snapshot(&o, repo, list, n, path));
+        if (whole(path, what) != QL_OK)
+            return ql_error_prefix("%s is in the cache only in part, and HF_HUB_OFFLINE forbids to fetch the rest: ", repo), QL_EINVAL;
+    } else if (what == QL_FETCH_DATA || ql_hub_snapshot(&o, repo, list, n, path) != QL_OK || whole(path, what) != QL_OK) {
         ql_error_clear();
         o.offline = false;
-        st = ql_hub_snapshot(&o, repo, list, n, path);
+        QL_TRY(ql_hub_snapshot(&o, repo, list, n, path));
     }
-    QL_TRY(st);
     if (!(*folder = strdup(path))) QL_FAIL(QL_ENOMEM, "no memory for a path");
     return QL_OK;
 }

@@ -29,7 +29,7 @@ bool ql_hub_is_repo(const char *repo);
 /* The repository behind a folder of the cache ("…/models--org--name/snapshots/…", or datasets--); false: it is none. */
 bool ql_hub_name(const char *path, char *repo, size_t size);
 /* Makes sure that the files that match one of the patterns (fnmatch; n = 0: all) are there, and returns their
- * folder. What is cached is not fetched again, and asking for a commit that is complete needs no network. */
+ * folder. What is cached is not fetched again; the hub is asked which files there are, unless offline is set. */
 ql_status ql_hub_snapshot(const ql_hub_options *o, const char *repo, const char *const *patterns, size_t n,
                           char folder[QL_PATH_MAX]) QL_MUST_USE;
 

@@ -69,6 +69,10 @@ def test_offline(hub, tmp_path):
     assert run(hub, tmp_path, "load org/tiny", "data org/rows")[0] == 0
     asked = len(hub.requests)
     assert run(hub, tmp_path, "load org/tiny", "data org/rows", HF_HUB_OFFLINE="1")[0] == 0 and len(hub.requests) == asked
+    weights = next((tmp_path / "home").rglob("model.safetensors"))
+    weights.resolve().unlink(), weights.unlink()
+    rc, out, err = run(hub, tmp_path, "load org/tiny", HF_HUB_OFFLINE="1")
+    assert rc == 1 and "org/tiny is in the cache only in part" in err and "HF_HUB_OFFLINE" in err and len(hub.requests) == asked
 
 
 def test_what_cannot_be_fetched_says_why(hub, tmp_path):
@@ -88,10 +92,10 @@ def test_data_files_are_what_is_fetched(hub, tmp_path):
 
 
 def fetching(process, tmp_path):
-    """Whether it has a large file's beginning open, its own or one that it waits for."""
-    whole = list((tmp_path / "home").rglob("*.incomplete"))
-    held = {os.path.realpath(f) for f in pathlib.Path(f"/proc/{process.pid}/fd").iterdir()}
-    return any(str(f) in held and f.stat().st_size > 1 << 15 for f in whole)
+    """Whether it is at a large file of which there is some, or waits for who is: its lock is open."""
+    begun = [f.name.removesuffix(".incomplete") for f in (tmp_path / "home").rglob("*.incomplete") if f.stat().st_size > 1 << 15]
+    held = {os.path.basename(os.path.realpath(f)) for f in pathlib.Path(f"/proc/{process.pid}/fd").iterdir()}
+    return any(f"{hash}.lock" in held for hash in begun)
 
 
 def test_stop(hub, tmp_path):

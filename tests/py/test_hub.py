@@ -74,7 +74,7 @@ def test_download_once_with_a_bar(kernel):
 def test_gated_and_the_token(kernel):
     kernel.run("import os; os.environ['HF_TOKEN'] = 'hf_wrong'")
     reply, out = kernel.run("%qlora load org/gated")
-    assert reply["status"] == "error" and "Agree and access repository" in reply["evalue"] and "hf_wrong" not in str(out)
+    assert reply["status"] == "error" and "does not know your token" in reply["evalue"] and "hf_wrong" not in str(out)
     kernel.run("del os.environ['HF_TOKEN']")
     reply, out = kernel.run("%qlora load org/gated;")
     assert reply["status"] == "ok", reply

@@ -7,7 +7,11 @@
 #include <errno.h>
 #include <poll.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -15,13 +19,22 @@
 #define COMMIT "0123456789abcdef0123456789abcdef01234567"
 #define TOKEN  "hf_secretsecret"
 
+/* Instead of libc's: a file system without links. */
+static bool no_links;
+int symlink(const char *target, const char *path)
+{
+    if (!no_links) return symlinkat(target, AT_FDCWD, path);
+    errno = EPERM;
+    return -1;
+}
+
 /* ---- a hub on 127.0.0.1 that misbehaves as a file's name asks ------------------------------------ */
 
 enum { BODY = 100000 };
 static char body[BODY];
 static int port, listener;
 static atomic_int requests, body_requests, leaks, mode_429, stop_server;
-static char seen_range[64];
+static char seen_range[64], seen_path[512];
 static pthread_t server;
 
 static void send_all(int fd, const char *p, size_t n)
@@ -92,6 +105,8 @@ static void file_request(int fd, const char *path, const char *request)
     } else if (strstr(path, "busy") && atomic_fetch_add(&mode_429, 1) < 3)
         answer(fd, mode_429 % 2 ? 429 : 500, "Retry-After: 0\r\n", "later", 5, 5);
     else if (strstr(path, "shorter")) answer(fd, 200, "", body, BODY - 5000, BODY - 5000);
+    else if (strstr(path, "limited") && first) answer(fd, 429, "RateLimit: \"api\";r=0;t=1\r\n", "", 0, 0);
+    else if (strstr(path, "later") && first) answer(fd, 503, "Retry-After: Wed, 21 Oct 2015 07:28:00 GMT\r\n", "", 0, 0);
     else if (strstr(path, "broken")) answer(fd, 503, "", "no", 2, 2);
     else answer(fd, status, to, p, rest, rest);
 }
@@ -109,12 +124,24 @@ static void serve(int fd)
     request[n] = 0;
     atomic_fetch_add(&requests, 1);
     sscanf(request, "GET %511s", path);
+    snprintf(seen_path, sizeof seen_path, "%s", path);
+    char *own = strstr(path, "/mirror/hf/"); /* an endpoint with a path, or asked as a proxy */
+    if (own) memmove(path, own + 10, strlen(own + 10) + 1);
+    else if (strncmp(path, "http://", 7) == 0 && strchr(path + 7, '/')) memmove(path, strchr(path + 7, '/'), strlen(strchr(path + 7, '/')) + 1);
     bool token = strstr(request, "Authorization: Bearer " TOKEN) != NULL;
     char name[128] = "";
     if (strstr(path, "/cdn/") && strstr(request, TOKEN)) atomic_fetch_add(&leaks, 1);
-    if (sscanf(path, "/api/models/org/%127[^/]/revision/main", name) == 1) {
+    if (strncmp(path, "/api/models/org/renamed/", 24) == 0) {
+        answer(fd, 307, "Location: /api/models/org/plain2/revision/main?blobs=true\r\n", "", 0, 0);
+    } else if (strstr(path, "/revision/nowhere")) {
+        answer(fd, 404, "X-Error-Code: RevisionNotFound\r\n", "", 0, 0);
+    } else if (strcmp(path, "/api/models/org/slash/revision/refs%2Fpr%2F1?blobs=true") == 0) {
+        api(fd, "slash");
+    } else if (sscanf(path, "/api/models/org/%127[^/]/revision/main", name) == 1) {
         if (strcmp(name, "gated") == 0 && !token) answer(fd, 401, "", "", 0, 0);
-        else if (strcmp(name, "gated") == 0) answer(fd, 403, "", "", 0, 0);
+        else if (strcmp(name, "gated") == 0) answer(fd, 403, "X-Error-Code: GatedRepo\r\n", "", 0, 0);
+        else if (strcmp(name, "expired") == 0) answer(fd, 401, "", "", 0, 0);
+        else if (strcmp(name, "disabled") == 0) answer(fd, 403, "X-Error-Code: DisabledRepo\r\n", "", 0, 0);
         else if (strcmp(name, "missing") == 0) answer(fd, 404, "", "", 0, 0);
         else if (strcmp(name, "garbage") == 0) answer(fd, 200, "", "<html>", 6, 6);
         else api(fd, name);
@@ -300,6 +327,131 @@ TEST(gated_models_say_what_to_click)
     CHECK(!strstr(ql_error(), TOKEN));
     ql_error_clear();
     CHECK_FAILS(get("org/missing", &o, folder), QL_EINVAL, "no such repository");
+    CHECK_FAILS(get("org/expired", &o, folder), QL_EINVAL, "does not know your token");
+    CHECK_FAILS(get("org/disabled", &o, folder), QL_EINVAL, "has disabled this repository");
+    o.revision = "nowhere";
+    CHECK_FAILS(get("org/plain", &o, folder), QL_EINVAL, "no revision 'nowhere'");
+}
+
+/* Revisions with slashes, renamed repositories, an endpoint with a path, a proxy. */
+TEST(addresses)
+{
+    char folder[QL_PATH_MAX], path[QL_PATH_MAX + 64], mirror[128];
+    CHECK(start());
+    ql_hub_options o = options();
+    o.revision = "refs/pr/1";
+    CHECK_OK(get("org/slash", &o, folder));
+    CHECK(whole(folder, "slash"));
+    snprintf(path, sizeof path, "%s/models--org--slash/refs/refs/pr/1", cache);
+    CHECK(access(path, R_OK) == 0);
+    o.offline = true;
+    CHECK_OK(get("org/slash", &o, folder));
+    o = options();
+    CHECK_OK(get("org/renamed", &o, folder));
+    CHECK(strstr(folder, "models--org--renamed") && whole(folder, "plain2"));
+    snprintf(mirror, sizeof mirror, "%s/mirror/hf//", endpoint);
+    o.endpoint = mirror;
+    CHECK_OK(get("org/mirrored", &o, folder));
+    CHECK(whole(folder, "mirrored"));
+    CHECK(strncmp(seen_path, "/mirror/hf/org/mirrored/resolve/", 32) == 0);
+    o.endpoint = "http://hub.invalid";
+    setenv("http_proxy", endpoint, 1);
+    CHECK_OK(get("org/proxied", &o, folder));
+    unsetenv("http_proxy");
+    CHECK(whole(folder, "proxied"));
+    CHECK(strncmp(seen_path, "http://hub.invalid/org/proxied/", 31) == 0);
+}
+
+static int waits;
+static int count_waits(void *user, const char *file, int64_t done, int64_t total)
+{
+    (void)done, (void)total;
+    waits += strcmp(file, user) == 0;
+    return 0;
+}
+
+/* The hub's own header says for how long; a date in Retry-After is no number of seconds. */
+TEST(limits_are_waited_for)
+{
+    char folder[QL_PATH_MAX], name[] = "org/limited", later[] = "org/later";
+    CHECK(start());
+    ql_hub_options o = options();
+    o.progress = count_waits, o.user = name, waits = 0;
+    CHECK_OK(get(name, &o, folder));
+    CHECK(waits >= 10); /* looks round ten times a second */
+    o = options();
+    o.wait_ms = 1000, o.progress = count_waits, o.user = later, waits = 0;
+    CHECK_OK(get(later, &o, folder));
+    CHECK(waits >= 10);
+}
+
+static int held = -1;
+static int release_at_third(void *user, const char *file, int64_t done, int64_t total)
+{
+    int *calls = user;
+    (void)done, (void)total;
+    if (held >= 0 && strcmp(file, "locked.bin") == 0 && ++*calls == 3) {
+        if (atomic_load(&body_requests)) return 1; /* it did not wait */
+        close(held), held = -1;
+    }
+    return 0;
+}
+
+/* The lock is where huggingface_hub has it. */
+TEST(another_process_is_waited_for)
+{
+    char folder[QL_PATH_MAX], path[300], hex[65];
+    int calls = 0;
+    CHECK(start());
+    ql_hub_options o = options();
+    sha(QL_SHA256, "", 0, body, BODY, hex);
+    snprintf(path, sizeof path, "%s/.locks/models--org--locked", cache);
+    CHECK_OK(ql_path_mkdirs(path));
+    snprintf(path, sizeof path, "%s/.locks/models--org--locked/%s.lock", cache, hex);
+    held = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    CHECK(held >= 0 && flock(held, LOCK_EX) == 0);
+    o.progress = release_at_third, o.user = &calls;
+    CHECK_OK(get("org/locked", &o, folder));
+    CHECK(calls >= 3 && held < 0);
+    CHECK(whole(folder, "locked"));
+}
+
+TEST(without_links_the_file_itself_is_there)
+{
+    char folder[QL_PATH_MAX], path[QL_PATH_MAX + 64];
+    struct stat st;
+    CHECK(start());
+    ql_hub_options o = options();
+    no_links = true;
+    ql_status got = get("org/unlinked", &o, folder);
+    int before = atomic_load(&body_requests);
+    if (got == QL_OK) got = get("org/unlinked", &o, folder);
+    no_links = false;
+    CHECK_OK(got);
+    CHECK(whole(folder, "unlinked"));
+    snprintf(path, sizeof path, "%s/unlinked.bin", folder);
+    CHECK(lstat(path, &st) == 0 && S_ISREG(st.st_mode));
+    CHECK_INT(atomic_load(&body_requests), before); /* what is there is not fetched again */
+}
+
+/* As on a full disk: what could not be written is said, and the next download goes on behind what could. */
+TEST(a_file_that_cannot_be_written)
+{
+    char folder[QL_PATH_MAX];
+    struct rlimit old, low;
+    CHECK(start());
+    ql_hub_options o = options();
+    signal(SIGXFSZ, SIG_IGN);
+    CHECK(getrlimit(RLIMIT_FSIZE, &old) == 0);
+    low = old, low.rlim_cur = 40000;
+    CHECK(setrlimit(RLIMIT_FSIZE, &low) == 0);
+    ql_status st = get("org/full", &o, folder);
+    CHECK(setrlimit(RLIMIT_FSIZE, &old) == 0);
+    CHECK_FAILS(st, QL_EIO, "full.bin: cannot be written: File too large");
+    o = options();
+    CHECK_OK(get("org/full", &o, folder));
+    CHECK_STR(seen_range, "40000-");
+    CHECK(whole(folder, "full"));
 }
 
 TEST(a_stopped_download_goes_on)
@@ -328,5 +480,6 @@ TEST(clean_up)
 }
 
 TEST_MAIN(T(checksums), T(fast_hash), T(names_are_checked), T(the_standard_cache_is_filled_and_reused),
-          T(cut_stalled_and_busy_servers_are_outlasted), T(lies_are_found), T(gated_models_say_what_to_click),
+          T(cut_stalled_and_busy_servers_are_outlasted), T(lies_are_found), T(gated_models_say_what_to_click), T(addresses), T(limits_are_waited_for),
+          T(another_process_is_waited_for), T(without_links_the_file_itself_is_there), T(a_file_that_cannot_be_written),
           T(a_stopped_download_goes_on), T(clean_up))
