@@ -93,7 +93,7 @@ ql_status ql_batch_fill(ql_batch *b, const ql_dataset *d, const int32_t *e, int6
     }
     if (n < 1 || multiple < 1) QL_FAIL(QL_EINTERNAL, "a batch of %lld examples", (long long)n);
     ql_batch_measure(d, e, n, multiple, &T, &targets);
-    if (T > INT32_MAX) QL_FAIL(QL_ENOSUP, "a batch of %lld tokens is too long", (long long)T);
+    if (T > INT32_MAX) QL_FAIL(QL_ENOSUP, "a batch of %lld tokens, at most %d go: a smaller per_device_train_batch_size or max_length", (long long)T, INT32_MAX);
     QL_TRY(grow(b, T, docs));
     b->T = T, b->rows = packed ? 1 : n;
     b->docs = b->targets = b->tokens = b->doc_max = 0;

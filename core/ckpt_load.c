@@ -24,6 +24,8 @@ static ql_status check_model(const json_t *o, const ql_config *c)
     return st;
 }
 
+#define OWN ": a run goes on with the adapters that it has; train --adapter starts another from them"
+
 /* The adapter's table as the checkpoint has it, against the job's. */
 static ql_status check_lora(const char *path, const ql_ckpt_of *of)
 {
@@ -31,9 +33,9 @@ static ql_status check_lora(const char *path, const ql_ckpt_of *of)
     const ql_lora *now = of->lora;
     ql_status st = QL_OK;
     QL_TRY(ql_lora_open(path, of->model, &l));
-    if (l->cfg.r != now->cfg.r) QL_GO(ql_fail(QL_EINVAL, "r is %lld in the checkpoint and %lld in the job", (long long)l->cfg.r, (long long)now->cfg.r));
+    if (l->cfg.r != now->cfg.r) QL_GO(ql_fail(QL_EINVAL, "r is %lld in the checkpoint and %lld in the job" OWN, (long long)l->cfg.r, (long long)now->cfg.r));
     if (l->cfg.rslora != now->cfg.rslora)
-        QL_GO(ql_fail(QL_EINVAL, "use_rslora is %s in the checkpoint and %s in the job", l->cfg.rslora ? "true" : "false",
+        QL_GO(ql_fail(QL_EINVAL, "use_rslora is %s in the checkpoint and %s in the job" OWN, l->cfg.rslora ? "true" : "false",
                       now->cfg.rslora ? "true" : "false"));
     for (int64_t layer = 0; layer < of->model->layers; layer++)
         for (int w = 0; w < QL_LINEARS; w++) {
@@ -41,13 +43,13 @@ static ql_status check_lora(const char *path, const ql_ckpt_of *of)
             const char *module = ql_linear_module((ql_linear)w);
             if (!a && !b) continue;
             if (!a || !b)
-                QL_GO(ql_fail(QL_EINVAL, "layer %lld %s has an adapter %s: target_modules differ", (long long)layer, module,
+                QL_GO(ql_fail(QL_EINVAL, "layer %lld %s has an adapter %s, target_modules differ" OWN, (long long)layer, module,
                               a ? "in the checkpoint only" : "in the job only"));
             if (a->r != b->r)
-                QL_GO(ql_fail(QL_EINVAL, "the rank of layer %lld %s is %lld in the checkpoint and %lld in the job", (long long)layer, module,
+                QL_GO(ql_fail(QL_EINVAL, "the rank of layer %lld %s is %lld in the checkpoint and %lld in the job" OWN, (long long)layer, module,
                               (long long)a->r, (long long)b->r));
             if (a->alpha < b->alpha || a->alpha > b->alpha)
-                QL_GO(ql_fail(QL_EINVAL, "lora_alpha of layer %lld %s is %g in the checkpoint and %g in the job", (long long)layer, module,
+                QL_GO(ql_fail(QL_EINVAL, "lora_alpha of layer %lld %s is %g in the checkpoint and %g in the job" OWN, (long long)layer, module,
                               a->alpha, b->alpha));
         }
 out:
@@ -167,7 +169,7 @@ static ql_status check_state(const json_t *o, const ql_ckpt_of *of, const ql_ckp
     QL_TRY(check_model(o, of->model));
     QL_TRY(ql_json_str(o, what, "optimizer", &optimizer));
     if (strcmp(optimizer, ql_ckpt_optimizer_name(s->optimizer)))
-        QL_FAIL(QL_EINVAL, "the checkpoint's optimizer is %s, the job's is %s", optimizer, ql_ckpt_optimizer_name(s->optimizer));
+        QL_FAIL(QL_EINVAL, "the checkpoint's optimizer is %s, the job's is %s: give optim as the run had it", optimizer, ql_ckpt_optimizer_name(s->optimizer));
     return check_data(o, of);
 }
 

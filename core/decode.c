@@ -343,7 +343,7 @@ ql_status ql_decode(ql_rank *r, const ql_decoding *d, ql_sequence *seq, int n)
         flow f[QL_DECODE_ROWS];
         int64_t rows = 0;
         count = together(r, d, seq, n, at, f, &rows);
-        if (rows > INT32_MAX) QL_GO(ql_fail(QL_ENOSUP, "generate: %lld tokens at a time are too many", (long long)rows));
+        if (rows > INT32_MAX) QL_GO(ql_fail(QL_ENOSUP, "generate: %lld tokens at a time, at most %d go: fewer max_new_tokens, or shorter prompts", (long long)rows, INT32_MAX));
         QL_GO(take_cache(&g, rows));
         QL_GO(side_by_side(&g, f, count, at + count == n));
     }

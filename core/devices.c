@@ -43,7 +43,7 @@ static ql_status pick_cuda(const ql_args *a, const json_t *probe, ql_place *p, i
 {
     int all = count(probe, "cuda");
     p->world = a->devices.count ? a->devices.count : all;
-    if (p->world > QL_MAX_WORLD) QL_FAIL(QL_ENOSUP, "%d devices: at most %d", p->world, (int)QL_MAX_WORLD);
+    if (p->world > QL_MAX_WORLD) QL_FAIL(QL_ENOSUP, "devices: there are %d GPUs, at most %d work together: name some, as in --devices 0,1", p->world, (int)QL_MAX_WORLD);
     p->capacity = INT64_MAX, p->arch = INT32_MAX, p->bf16 = 1;
     for (int i = 0; i < p->world; i++) {
         device[i] = a->devices.count ? a->devices.index[i] : i;
@@ -72,7 +72,7 @@ ql_status ql_devices_pick(const ql_args *a, const json_t *probe, const char *mis
         strcpy(backend, "cuda");
     } else {
         p.world = a->devices.kind == QL_DEVICES_CPU && a->devices.count ? a->devices.count : 1;
-        if (p.world > QL_MAX_WORLD) QL_FAIL(QL_ENOSUP, "%d CPU ranks: at most %d", p.world, (int)QL_MAX_WORLD);
+        if (p.world > QL_MAX_WORLD) QL_FAIL(QL_ENOSUP, "devices: %d CPU ranks, at most %d work together: --devices cpu:%d", p.world, (int)QL_MAX_WORLD, (int)QL_MAX_WORLD);
         p.capacity = a->device_memory[0] ? a->device_memory[0] : ql_host_free() * 8 / 10 / p.world;
         p.bf16 = 1;
         for (int i = 0; i < p.world; i++) device[i] = 0;

@@ -20,7 +20,7 @@ ql_status ql_path_join(char out[QL_PATH_MAX], const char *dir, const char *name)
     size_t n = strlen(dir);
     const char *sep = n == 0 || dir[n - 1] == '/' ? "" : "/";
     if (snprintf(out, QL_PATH_MAX, "%s%s%s", dir, sep, name) >= QL_PATH_MAX)
-        QL_FAIL(QL_EINVAL, "path too long: %.200s…/%.200s", dir, name);
+        QL_FAIL(QL_EINVAL, "path too long (at most %d bytes): %.200s…/%.200s", QL_PATH_MAX - 1, dir, name);
     return QL_OK;
 }
 
@@ -124,7 +124,7 @@ ql_status ql_file_create(const char *path, ql_file **out)
     if (snprintf(f->path, sizeof f->path, "%s", path) >= QL_PATH_MAX ||
         snprintf(f->temp, sizeof f->temp, "%s.%ld.tmp", path, (long)getpid()) >= QL_PATH_MAX) {
         free(f);
-        QL_FAIL(QL_EINVAL, "path too long: %.200s…", path);
+        QL_FAIL(QL_EINVAL, "path too long (at most %d bytes): %.200s…", QL_PATH_MAX - 1, path);
     }
     f->fd = open(f->temp, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     if (f->fd < 0) {

@@ -243,8 +243,9 @@ static ql_status question_open(const ql_job *job, const json_t *devices, questio
 static ql_status build_report(const ql_job *job, const question *q, const ql_task *t, json_t **out)
 {
     const ql_place *place = &q->place;
-    json_t *list = json_array(), *rows = json_array(), *why = json_array();
     int64_t dev = 0, host = 0, most = ql_min64(t->model->cfg.max_positions > 0 ? t->model->cfg.max_positions : 131072, 131072);
+    QL_TRY(ql_mem_bytes(&t->spec, &dev, &host));
+    json_t *list = json_array(), *rows = json_array(), *why = json_array();
     for (int r = 0; r < place->world; r++) {
         int64_t total = 0;
         json_t *b = bytes_of(&t->spec, r, &total);
@@ -261,7 +262,6 @@ static ql_status build_report(const ql_job *job, const question *q, const ql_tas
              ql_cost_step_flops(&t->spec, ql_job_bool(job, "packing") ? t->args.max_length : t->spec.rows / ql_max64(1, t->args.batch)) /
                  place->world / 1e12, ql_rates_of(place->arch).flops / 1e12);
     json_array_append_new(why, json_string(said));
-    QL_TRY(ql_mem_bytes(&t->spec, &dev, &host));
     json_t *none = json_object();
     int fits = dev <= place->capacity && host <= place->host;
     *out = json_pack("{s:b,s:o,s:o,s:I,s:o,s:I,s:f,s:o,s:o}", "fits", fits, "chosen", chosen_of(t), "devices", list, "host", (json_int_t)host,
