@@ -45,7 +45,7 @@ static ql_status refuse_others(reader *r)
     static const char *const extra[] = {"modules_to_save",         "lora_bias",
                                         "fan_in_fan_out",          "layer_replication",
                                         "trainable_token_indices", "target_parameters",
-                                        "alora_invocation_tokens", "ensure_weight_tying"};
+                                        "alora_invocation_tokens"};
     const char *key, *s = "LORA";
     json_t *v;
     QL_TRY(ql_json_opt_str(r->o, r->what, "peft_type", &s));

@@ -177,6 +177,14 @@ static ql_status check_metric(const ql_setting *s, json_t *v)
     QL_FAIL(QL_ENOSUP, "metric_for_best_model: '%.40s' is not computed; eval_loss is", m);
 }
 
+/* PEFT's records of task and method: others are other models than this engine trains. */
+static ql_status check_only(const ql_setting *s, json_t *v)
+{
+    const char *only = strcmp(s->name, "task_type") == 0 ? "CAUSAL_LM" : "LORA", *given = json_string_value(v);
+    if (strcmp(given, only) == 0) return QL_OK;
+    QL_FAIL(QL_ENOSUP, "%s: '%.40s' is not supported; %s is", s->name, given, only);
+}
+
 static ql_status check_run_name(const ql_setting *s, json_t *v)
 {
     const char *n = json_string_value(v);
@@ -212,6 +220,8 @@ static const struct {
     {"max_steps", check_max_steps},
     {"exact_worlds", check_worlds},
     {"metric_for_best_model", check_metric},
+    {"task_type", check_only},
+    {"peft_type", check_only},
     {"run_name", check_run_name},
 };
 

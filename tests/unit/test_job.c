@@ -155,6 +155,8 @@ TEST(bad_values_name_the_setting)
         {"bias", "\"all\"", QL_ENOSUP, "only adapters are trained"},
         {"reduce_dtype", "\"bfloat16\"", QL_ENOSUP, "float32 only"},
         {"bnb_4bit_quant_type", "\"fp4\"", QL_ENOSUP, "NF4"},
+        {"task_type", "\"SEQ_CLS\"", QL_ENOSUP, "task_type: 'SEQ_CLS' is not supported; CAUSAL_LM is"},
+        {"peft_type", "\"IA3\"", QL_ENOSUP, "'IA3' is not supported; LORA is"},
         {"init_lora_weights", "\"pissa\"", QL_ENOSUP, "'pissa' is not supported"},
         {"rank_pattern", "{\"q_proj\": 0}", QL_EINVAL, "rank (1 to 1024)"},
         {"target_modules", "[]", QL_EINVAL, "target_modules"},

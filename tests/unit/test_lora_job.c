@@ -158,5 +158,28 @@ TEST(names_that_people_know_it_by)
     }
 }
 
-TEST_MAIN(T(the_adapters_settings_and_values_hold), T(settings_that_differ_are_refused_by_name), T(all_linear_is_the_list_of_names),
+/* What `config` takes with a note that it has no effect has none: training does not refuse it later. */
+TEST(what_has_no_effect_is_not_refused_later)
+{
+    static const char *const noted[] = {
+        "{\"ensure_weight_tying\": true}", "{\"inference_mode\": true}", "{\"runtime_config\": {\"ephemeral_gpu_offload\": true}}",
+        "{\"auto_mapping\": {\"base_model_class\": \"X\"}}", "{\"peft_version\": \"0.99\"}", "{\"megatron_core\": \"other\"}",
+        "{\"qalora_group_size\": 32}", "{\"autocast_adapter_dtype\": false}", "{\"base_model_name_or_path\": \"me/x\"}",
+        "{\"task_type\": \"CAUSAL_LM\", \"peft_type\": \"LORA\"}"};
+    for (size_t i = 0; i < sizeof noted / sizeof *noted; i++) {
+        json_t *o = json_loads(noted[i], 0, NULL), *group;
+        ql_job *j = NULL;
+        ql_lora_config c = {0};
+        CHECK_OK(ql_job_from_json(o, &j));
+        CHECK_OK(ql_job_check(j));
+        group = ql_job_group(j, "lora");
+        CHECK_OK(ql_lora_config_parse(group, noted[i], &c));
+        ql_lora_config_free(&c);
+        json_decref(group);
+        json_decref(o);
+        ql_job_free(j);
+    }
+}
+
+TEST_MAIN(T(what_has_no_effect_is_not_refused_later), T(the_adapters_settings_and_values_hold), T(settings_that_differ_are_refused_by_name), T(all_linear_is_the_list_of_names),
           T(a_checkpoint_stands_in), T(names_that_people_know_it_by))
