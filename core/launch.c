@@ -184,9 +184,15 @@ ql_status ql_ranks_send(ql_ranks *r, const json_t *command)
         json_t *copy = json_deep_copy(command);
         if (!copy) QL_FAIL(QL_ENOMEM, "no memory for a command");
         QL_TRY(ql_events_emit(r->events[i], "command", copy));
-        QL_TRY(ql_events_flush(r->events[i], 1000, NULL));
     }
     return QL_OK;
+}
+
+void ql_ranks_push(ql_ranks *r)
+{
+    /* A rank that is gone is told by its end, not by its socket. */
+    for (int i = 0; i < r->world; i++)
+        if (ql_events_flush(r->events[i], 0, NULL) != QL_OK) ql_error_clear();
 }
 
 int ql_ranks_dead(ql_ranks *r, char *how, size_t size)
@@ -202,6 +208,14 @@ int ql_ranks_dead(ql_ranks *r, char *how, size_t size)
         return i;
     }
     return -1;
+}
+
+int ql_ranks_whole(ql_ranks *r)
+{
+    char how[128];
+    int whole = ql_ranks_dead(r, how, sizeof how) < 0;
+    for (int i = 0; i < r->world; i++) whole &= r->pid[i] > 0;
+    return whole;
 }
 
 int64_t ql_ranks_beat(const ql_ranks *r)

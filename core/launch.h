@@ -35,9 +35,13 @@ int ql_ranks_world(const ql_ranks *r);
 ql_shared *ql_ranks_shared(ql_ranks *r);
 ql_lines *ql_ranks_lines(ql_ranks *r, int rank);
 int ql_ranks_fd(const ql_ranks *r, int rank);
+/* What a rank does not take at once goes with ql_ranks_push. An error leaves some ranks with the command and others without. */
 ql_status ql_ranks_send(ql_ranks *r, const json_t *command);
+void ql_ranks_push(ql_ranks *r);
 /* A rank that has died: its number, and how ("signal 9 (Killed)", "exit status 1"); −1 all alive. */
 int ql_ranks_dead(ql_ranks *r, char *how, size_t size);
+/* Are all alive, and were they whenever somebody looked? Ranks of which one is gone are of no more use. */
+int ql_ranks_whole(ql_ranks *r);
 /* Actions done by all ranks together: progress. */
 int64_t ql_ranks_beat(const ql_ranks *r);
 

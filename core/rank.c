@@ -40,7 +40,8 @@ static ql_status open_events(ql_rank *r)
 static ql_status open_comm(ql_rank *r)
 {
     ql_comm_setup c = {.rank = r->set.rank, .world = r->set.world, .shared = r->set.comm_shared, .shared_bytes = r->set.comm_bytes,
-                       .abort = &r->set.shared->abort, .timeout_ms = r->set.timeout_ms};
+                       .abort = &r->set.shared->abort, .timeout_ms = r->set.timeout_ms,
+                       .waits_for = &r->set.shared->rank[r->set.rank].waits_for};
     if (r->set.world == 1) return QL_OK;
     return r->set.be->comm->open(r->dev, &c, &r->comm);
 }

@@ -19,6 +19,7 @@ typedef struct {
     int64_t entered;           /* collectives entered: stopping ranks agree on where (exec.c) */
     int64_t messages[4];       /* between stages, begun: by kind from QL_DO_SEND_H */
     int at_stop;               /* 1: this rank has seen the stop and waits for the others */
+    int waits_for;             /* 1 + the rank without which a collective does not go on; 0 none, or only the device knows */
     int64_t bytes[QL_CATS];
     ql_dev_memory mem;
     char name[96];

@@ -49,6 +49,10 @@ static ql_status listen(session *s, int ms)
 {
     ql_lines_state state = QL_LINES_NONE;
     json_t *c = NULL;
+    if (s->ended) { /* nothing comes any more, and asking would not wait */
+        usleep((useconds_t)ms * 1000);
+        return QL_OK;
+    }
     ql_status st = ql_lines_next(s->in, ms, &state, &c);
     if (st == QL_EINVAL) ql_error_clear();
     if (state == QL_LINES_END) s->ended = s->stop = 1;
@@ -102,6 +106,12 @@ static ql_status find_place(session *s, const ql_args *a, const ql_job *job)
     return QL_OK;
 }
 
+/* Ranks of which one has died while nothing ran are no use: the next command starts fresh ones. */
+static void drop_broken_ranks(session *s)
+{
+    if (s->ranks && !ql_ranks_whole(s->ranks)) drop_ranks(s);
+}
+
 /* As set; else 30 s, or 20 times what the longest action should take. */
 static int64_t deadline_ms(const ql_task *t)
 {
@@ -127,7 +137,8 @@ static ql_status place(session *s, json_t *command, const ql_prepared *data)
         ql_task_close(t);
         return QL_OK;
     }
-    if (s->ranks && ql_task_same_place(s->placed, t)) {
+    int64_t timeout = SLOW * deadline_ms(t) + DEADLINE_MS;
+    if (s->ranks && ql_task_same_place(s->placed, t) && timeout <= s->launch.timeout_ms) {
         ql_task_close(s->placed);
         s->placed = t;
         return QL_OK;
@@ -139,7 +150,7 @@ static ql_status place(session *s, json_t *command, const ql_prepared *data)
     s->placed = t;
     s->launch.task = t;
     s->launch.device = s->device;
-    s->launch.timeout_ms = SLOW * deadline_ms(t) + DEADLINE_MS;
+    s->launch.timeout_ms = timeout;
     return ql_ranks_start(&s->launch, ql_worker_main, &s->ranks);
 }
 
@@ -150,6 +161,7 @@ typedef struct {
     int left;
     int unplaced;              /* stopped before all ranks had their weights: they end, and that is no error */
     json_t *end;               /* the closing event: rank 0's, or the first error */
+    int told;                  /* … it is, and not what another rank said meanwhile */
     char name[16];
     int64_t beat;
     double moved;              /* when the beat last changed */
@@ -182,6 +194,7 @@ static void take_event(session *s, relay *r, int rank, json_t *e)
             (error && !echo && is(json_string_value(json_object_get(r->end, "status")), ql_status_name(QL_EPEER))))) {
             json_decref(r->end);
             r->end = json_incref(e);
+            r->told = rank == 0 || error;
             memcpy(r->name, name, sizeof r->name - 1);
         }
         json_decref(e);
@@ -197,6 +210,8 @@ static void end_for(session *s, relay *r, int rank, const char *why, const char 
     const ql_rank_state *k = &ql_ranks_shared(s->ranks)->rank[rank];
     ql_rank_where(k, where, sizeof where);
     snprintf(text, sizeof text, "rank %d (%s) %s, at %s. %s", rank, k->name, why, where, advice);
+    json_decref(r->end);
+    r->told = 1;
     r->end = json_pack("{s:s,s:s,s:i,s:i,s:s}", "status", ql_status_name(QL_EPEER), "text", text, "rank", rank, "step", k->step, "action",
                        where);
     strcpy(r->name, "error");
@@ -217,21 +232,39 @@ static int drain(session *s, relay *r, int rank)
     return some;
 }
 
+/* The rank on which the others wait: it waits for none itself, has entered the fewest collectives, done the least. −1: all are done. */
+static int furthest_behind(const session *s, const relay *r)
+{
+    int found = -1;
+    int64_t least[3] = {0};
+    for (int i = 0; i < ql_ranks_world(s->ranks); i++) {
+        const ql_rank_state *k = &ql_ranks_shared(s->ranks)->rank[i];
+        int64_t key[3] = {__atomic_load_n(&k->waits_for, __ATOMIC_RELAXED) || __atomic_load_n(&k->at_stop, __ATOMIC_RELAXED),
+                          __atomic_load_n(&k->entered, __ATOMIC_RELAXED), k->beat};
+        int at = 0;
+        if (r->done[i]) continue;
+        while (at < 2 && key[at] == least[at]) at++;
+        if (found >= 0 && key[at] >= least[at]) continue;
+        found = i;
+        memcpy(least, key, sizeof key);
+    }
+    return found;
+}
+
 /* Have all ranks stood still for too long? The one furthest behind is named. */
 static void check_progress(session *s, relay *r, double still)
 {
     const ql_shared *sh = ql_ranks_shared(s->ranks);
     double deadline = r->deadline;
-    int slow = 0;
+    int slow = furthest_behind(s, r);
     char why[160];
-    for (int i = 0; i < ql_ranks_world(s->ranks); i++) {
+    for (int i = 0; i < ql_ranks_world(s->ranks); i++)
         if (!r->done[i] && sh->rank[i].phase != QL_AT_STEP && sh->rank[i].phase != QL_AT_EVAL) deadline = SLOW * r->deadline;
-        if (sh->rank[i].beat < sh->rank[slow].beat) slow = i;
-    }
-    if (still <= deadline || sh->abort || r->end) return;
+    if (slow < 0 || still <= deadline || sh->abort) return;
+    ql_ranks_shared(s->ranks)->abort = 1;
+    if (r->told) return;
     snprintf(why, sizeof why, "is furthest behind, and no rank finished an action for %.1f s", still);
     end_for(s, r, slow, why, "`--deadline_ms` allows more. The next command starts fresh ranks");
-    ql_ranks_shared(s->ranks)->abort = 1;
 }
 
 static void check_ranks(session *s, relay *r)
@@ -247,7 +280,7 @@ static void check_ranks(session *s, relay *r)
         snprintf(why, sizeof why, "died: %s", how);
         const char *cut = s->placed ? ql_st_cut(s->placed->model->files) : NULL;
         if (cut) snprintf(lost, sizeof lost, "%.300s was cut short while it was in use: it has to be whole again before the next command", cut);
-        if (!ql_ranks_shared(s->ranks)->abort && !r->end)
+        if (!ql_ranks_shared(s->ranks)->abort && !r->told)
             end_for(s, r, dead, why, cut ? lost : "Finished steps are safe in the run's checkpoints: `resume` goes on from the last one. The next "
                     "command starts fresh ranks");
         ql_ranks_shared(s->ranks)->abort = 1;
@@ -264,6 +297,7 @@ static void run_relay(session *s, relay *r)
     while (r->left > 0) {
         int some = 0;
         for (int i = 0; i < ql_ranks_world(s->ranks); i++) some |= drain(s, r, i);
+        ql_ranks_push(s->ranks);
         listen(s, some ? 0 : 20);
         if (s->stop) ql_ranks_shared(s->ranks)->stop = 1;
         check_ranks(s, r);
@@ -279,13 +313,19 @@ static ql_status run_on_ranks(session *s, json_t *command)
     relay r = {.left = ql_ranks_world(s->ranks), .moved = ql_now(), .beat = ql_ranks_beat(s->ranks)};
     r.deadline = (double)deadline_ms(s->placed) / 1000;
     ql_ranks_shared(s->ranks)->stop = 0;
-    QL_TRY(ql_ranks_send(s->ranks, command));
+    /* A rank that dies just now does not take it: the relay sees that, and says how. */
+    ql_status sent = ql_ranks_send(s->ranks, command);
+    if (sent != QL_OK && sent != QL_EIO) {
+        drop_ranks(s);
+        return sent;
+    }
+    ql_error_clear();
     run_relay(s, &r);
     if (!r.end) r.end = json_pack("{s:s,s:s}", "status", ql_status_name(QL_EPEER), "text", "the ranks ended without a word");
     if (!r.name[0]) strcpy(r.name, "error");
     if (r.end) json_object_set(r.end, "id", json_object_get(command, "id"));
     /* The answer first: ranks that do not leave by themselves take a second to end. */
-    int failed = is(r.name, "error") || r.unplaced;
+    int failed = is(r.name, "error") || ql_ranks_shared(s->ranks)->abort;
     ql_status st = ql_events_emit(s->out, r.name, r.end);
     if (failed) drop_ranks(s);
     return st;
@@ -420,6 +460,7 @@ static void take_command(session *s, json_t *c)
     ql_status st = QL_OK;
     s->stop = 0;
     ql_error_clear();
+    drop_broken_ranks(s);
     if (is(name, "train") || is(name, "eval") || is(name, "generate") || is(name, "verify")) {
         st = run_command(s, c);
     } else if (is(name, "memory")) {
@@ -459,10 +500,7 @@ ql_status ql_session_run(const ql_session_setup *set)
         if (state == QL_LINES_END) break;
         if (state == QL_LINES_ONE) take_command(&s, c);
         json_decref(c);
-        if (s.ranks) {
-            char how[128];
-            if (ql_ranks_dead(s.ranks, how, sizeof how) >= 0) drop_ranks(&s); /* died while idle: fresh ones next time */
-        }
+        drop_broken_ranks(&s);
     }
 out:
     drop_ranks(&s);

@@ -20,6 +20,7 @@ typedef struct {
     int64_t shared_bytes;
     const volatile int *abort;  /* in shared memory: when it is not 0, waiting ends with QL_EPEER */
     int64_t timeout_ms;         /* a wait longer than this without progress of the peer is QL_EPEER */
+    int *waits_for;             /* in shared memory, may be NULL: 1 + the rank that this one waits for, 0 none. Only where the host waits */
 } ql_comm_setup;
 
 typedef struct {

@@ -56,6 +56,7 @@ struct ql_comm {
     int rank, world;
     shared *sh;
     const volatile int *abort;
+    int *waits_for;
     int64_t timeout_ms, sent;
     atomic_int cancelled;
     bool broken; /* after a failure the mailboxes are out of step for good */
@@ -89,7 +90,7 @@ static ql_status cpu_comm_open(ql_dev *d, const ql_comm_setup *s, ql_comm **out)
     ql_comm *c = calloc(1, sizeof *c);
     if (!c) QL_FAIL(QL_ENOMEM, "comm: no memory");
     c->rank = s->rank, c->world = s->world, c->sh = s->shared;
-    c->abort = s->abort, c->timeout_ms = s->timeout_ms;
+    c->abort = s->abort, c->timeout_ms = s->timeout_ms, c->waits_for = s->waits_for;
     c->list = calloc(PENDING_MAX, sizeof *c->list);
     c->scratch = malloc((size_t)s->world * SCRATCH);
     if (!c->list || !c->scratch) {
@@ -232,6 +233,11 @@ static ql_status pass(ql_comm *c, pending **left, bool *moved)
     return QL_OK;
 }
 
+static void wait_for(ql_comm *c, const pending *p)
+{
+    if (c->waits_for) __atomic_store_n(c->waits_for, p ? 1 + p->peer : 0, __ATOMIC_RELAXED);
+}
+
 /* Until everything on the list is done. */
 static ql_status finish(ql_comm *c)
 {
@@ -246,9 +252,11 @@ static ql_status finish(ql_comm *c)
             last = now_ms();
             continue;
         }
+        wait_for(c, left);
         nap(c, seen);
         QL_TRY(still_wanted(c, left, now_ms() - last));
     }
+    wait_for(c, NULL);
     c->n = 0;
     return QL_OK;
 }

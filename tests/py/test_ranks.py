@@ -5,6 +5,8 @@ import os
 import pathlib
 import shutil
 import signal
+import threading
+import time
 
 import pytest
 from clock import Clock, children
@@ -25,6 +27,18 @@ def held(pid):
     return len(os.listdir(f"/proc/{pid}/fd")), sum("rw-s" in line and "(deleted)" in line for line in maps)
 
 
+def leaves_nothing(e, before, pids, works=Engine.works):
+    """The engine works, and has what it had before; these ranks are gone."""
+    works(e)
+    assert not [p for p in pids if alive(p)]
+    e.send("unload")
+    e.until("done")
+    assert held(e.process.pid) == before
+    assert not children(e.process.pid)
+    e.close()
+    assert e.process.returncode == 0
+
+
 def fails(tmp_path, how, rank, action, **settings):
     """The error of a training whose rank has this fault in step 3; afterwards the engine works."""
     e = Engine(tmp_path, PROGRAM, how, str(rank), action, "3")
@@ -36,14 +50,7 @@ def fails(tmp_path, how, rank, action, **settings):
     end = e.until(*ENDS)
     took = clock.seconds()
     assert end["ev"] == "error", end
-    e.works()
-    assert not [p for p in pids if alive(p)]
-    e.send("unload")
-    e.until("done")
-    assert held(e.process.pid) == before
-    assert not children(e.process.pid)
-    e.close()
-    assert e.process.returncode == 0
+    leaves_nothing(e, before, pids)
     return end, took
 
 
@@ -76,9 +83,45 @@ def test_a_rank_has_no_memory_at_each_action(tmp_path, rank, action):
 @pytest.mark.parametrize("rank,action", [((i + 1) % 2, a) for i, a in enumerate(ACTIONS) if i % 3 == 0])
 def test_a_rank_stalls_at_an_action(tmp_path, rank, action):
     end, took = fails(tmp_path, "stall", rank, action, deadline_ms=1500, **SHARDED)
-    # In a collective that has begun everywhere nobody is behind.
-    either = end["rank"] if action in ("GATHER", "REDUCE", "STEP") else rank
-    assert took < 6 and named(end, either, action) and "deadline_ms" in end["text"], end
+    assert took < 6 and named(end, rank, action) and "deadline_ms" in end["text"], end
+
+
+@pytest.mark.parametrize("rank,action", STAGES)
+def test_a_stage_stalls_at_a_message(tmp_path, rank, action):
+    end, took = fails(tmp_path, "stall", rank, action, deadline_ms=1500, **PIPED)
+    assert took < 6 and named(end, rank, action) and "deadline_ms" in end["text"], end
+
+
+# The Nth collective of a rank among so many ranks; what was before the first step is left out.
+DELAYED = [(2, 0, 15, SHARDED), (2, 0, 20, PIPED), (2, 1, 30, PIPED), (4, 2, 50, SHARDED), (4, 1, 40, PIPED), (4, 3, 25, PIPED)]
+
+
+@pytest.mark.parametrize("world,rank,nth,how", DELAYED)
+def test_a_collective_is_late(tmp_path, whole, world, rank, nth, how):
+    """Within the deadline: the others wait, and the bits are the same."""
+    e = Engine(tmp_path, PROGRAM, "delay", str(rank), "collective", str(nth), "400")
+    e.train(max_steps=8, devices=f"cpu:{world}", gradient_accumulation_steps=4 // world, deadline_ms=60000, **how)
+    assert e.until(*ENDS)["ev"] == "done", e.events[-1]
+    assert e.losses() == whole
+    step = int((tmp_path / "delayed").read_text().split()[0])
+    assert [s["seconds"] >= 0.4 for s in e.events if s["ev"] == "step" and s["step"] == step] == [True]
+    e.close()
+    assert e.process.returncode == 0
+
+
+@pytest.mark.parametrize("world,rank,nth,how", DELAYED)
+def test_a_collective_is_too_late(tmp_path, world, rank, nth, how):
+    """Longer than the deadline: the rank that is late is named, with its step and action, also where all others wait in a chain."""
+    e = Engine(tmp_path, PROGRAM, "delay", str(rank), "collective", str(nth), "600000")
+    before = held(e.process.pid)
+    e.train(devices=f"cpu:{world}", gradient_accumulation_steps=4 // world, deadline_ms=1500, **how)
+    e.until("start")
+    pids = children(e.process.pid)
+    end = e.until(*ENDS)
+    step, action = (tmp_path / "delayed").read_text().split()
+    assert end["ev"] == "error" and end["rank"] == rank and end["step"] == int(step), (end, step, action)
+    assert end["action"].split()[0] == action and f"of step {step}" in end["action"] and "deadline_ms" in end["text"], (end, action)
+    leaves_nothing(e, before, pids)
 
 
 def test_a_model_file_is_cut_short_in_use(tmp_path):
@@ -95,6 +138,100 @@ def test_a_model_file_is_cut_short_in_use(tmp_path):
     assert "signal 7" in end["text"] and "model.safetensors was cut short" in end["text"] and end["step"] >= 2, end
     e.works()  # of a whole model
     e.close()
+
+
+def writes(e, **fields):
+    job = {"model": str(TINY), "devices": "cpu:2", "max_length": 128, "fsdp": True}
+    e.send("generate", job=job, adapter=None, prompts=["The"], max_new_tokens=2, **fields)
+    assert e.until(*ENDS)["ev"] == "done", e.events[-1]
+
+
+@pytest.mark.parametrize("how", ["kill", "stall"])
+def test_the_last_files_are_not_written(tmp_path, how):
+    """The other rank has ended its work by then: its word is not the run's."""
+    e = Engine(tmp_path, PROGRAM, "stall", "0", "saving", "1")
+    before = held(e.process.pid)
+    e.train(max_steps=2, save_strategy="no", deadline_ms=200 if how == "stall" else 60000)
+    e.until("step", when=lambda s: s["step"] == 2)
+    pids = e.ranks()
+    if how == "kill":
+        time.sleep(1)  # the other one is done
+        os.kill(pids[0], signal.SIGKILL)
+    end = e.until(*ENDS)
+    assert end["ev"] == "error" and end["rank"] == 0 and "saving" in end["action"], end
+    assert ("signal 9" if how == "kill" else "deadline_ms") in end["text"], end
+    leaves_nothing(e, before, pids, works=writes)
+
+
+def test_a_rank_dies_when_its_work_is_done(tmp_path):
+    """While the other one still saves: whatever that comes to, the next command has whole ranks."""
+    e = Engine(tmp_path, PROGRAM, "delay", "0", "saving", "1", "2000")
+    before = held(e.process.pid)
+    e.train(max_steps=2, save_strategy="no")
+    e.until("step", when=lambda s: s["step"] == 2)
+    pids = e.ranks()
+    time.sleep(1)
+    os.kill(pids[1], signal.SIGKILL)
+    e.until(*ENDS)
+    leaves_nothing(e, before, pids)
+
+
+def test_a_rank_dies_between_commands(tmp_path):
+    """The next command comes before the engine has looked."""
+    e = Engine(tmp_path)
+    before = held(e.process.pid)
+    e.train(max_steps=2)
+    assert e.until(*ENDS)["ev"] == "done"
+    pids = e.ranks()
+    os.kill(pids[1], signal.SIGKILL)
+    while alive(pids[1]) or len(os.listdir(f"/proc/{pids[1]}/task")) > 1:  # all its threads
+        time.sleep(0.01)
+    e.train(run="runs/b", max_steps=2)
+    assert e.until(*ENDS)["ev"] == "done", e.events[-1]
+    leaves_nothing(e, before, pids)
+
+
+def test_a_rank_takes_a_long_command_late(tmp_path):
+    """More than its socket holds, while it does not read."""
+    e = Engine(tmp_path)
+    writes(e)
+    pid, _ = e.ranks()
+    os.kill(pid, signal.SIGSTOP)
+    later = threading.Timer(1.5, os.kill, (pid, signal.SIGCONT))
+    later.start()
+    writes(e, ignored="x" * (3 << 20))
+    later.join()
+    e.close()
+
+
+def test_a_longer_deadline_takes_fresh_ranks(tmp_path):
+    """What a rank waits for another is fixed when it starts."""
+    e = Engine(tmp_path)
+    ranks = []
+    for deadline in (1000, 500, 100000, 100000):
+        e.train(run=f"runs/{len(ranks)}", max_steps=2, deadline_ms=deadline)
+        assert e.until(*ENDS)["ev"] == "done", e.events[-1]
+        ranks.append(e.ranks())
+    assert ranks[0] == ranks[1] != ranks[2] == ranks[3]
+    e.close()
+
+
+def test_an_engine_without_a_front_end_does_not_spin(tmp_path):
+    """It waits for ranks that may still save."""
+    e = Engine(tmp_path, PROGRAM, "delay", "1", "B", "3", "600000")
+    e.train(deadline_ms=5000, **SHARDED)
+    while not (tmp_path / "delayed").exists():
+        time.sleep(0.01)
+    e.ours.close()
+
+    def seconds():
+        return sum(int(x) for x in pathlib.Path(f"/proc/{e.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]) / os.sysconf("SC_CLK_TCK")
+
+    since = seconds()
+    time.sleep(3)
+    assert seconds() - since < 0.1
+    e.process.wait(30)
+    assert e.process.returncode == 0
 
 
 @pytest.fixture(scope="module")
