@@ -380,7 +380,7 @@ static ql_status decoders(bench *b)
     QL_GO(rank_row(b, "NF4 naive", (double)moved / two / 1e9, "GB/s", b->copy_rate, text));
     b->weight = json_pack("{s:I,s:I,s:I,s:I,s:f}", "rows", (json_int_t)b->size.rows, "cols", (json_int_t)b->size.cols, "bytes", (json_int_t)moved,
                           "crc32", (json_int_t)ql_crc32(d.want, (size_t)n * 2), "copy", b->copy_rate);
-    QL_GO(rank_row(b, "one kernel is faster by", two / one, "times", 0, ""));
+    QL_GO(rank_row(b, "one kernel over naive", two / one, "times", 0, ""));
     if (wrong_one || wrong_two)
         st = ql_fail(QL_EINTERNAL, "bench: the NF4 decoder of %s gives %lld (naive: %lld) of %lld values other bits than the host's", b->be->name,
                      (long long)wrong_one, (long long)wrong_two, (long long)n);

@@ -82,7 +82,7 @@ static const ql_verb table[] = {
     {"config", "", QL_ARG_NONE, 0, 0, QL_BODY_SETTINGS, QL_TAKES_KEPT, config_options,
      ql_verb_config, "set and show settings; transformers', TRL's and PEFT's own names",
      "Sets what is given and keeps the rest. The cell form takes `key: value` lines or JSON.",
-     "%qlora config --fsdp true --max_steps 60\n%%qlora config\nr: 64\nlora_alpha: 128\n%qlora "
+     "%qlora config --fsdp true --max_steps 60\n\n%%qlora config\nr: 64\nlora_alpha: 128\n\n%qlora "
      "config --save my.json"},
     {"data", "[DATA]", QL_ARG_DATA, 0, 1, QL_BODY_NONE, QL_TAKES_KEPT, data_options, ql_verb_data,
      "choose the data: a file, a folder, a hub name or a variable of the notebook",
@@ -112,7 +112,7 @@ static const ql_verb table[] = {
     {"generate", "[PROMPT …]", QL_ARG_TEXT, 0, -1, QL_BODY_TEXT, QL_TAKES_NONE, generate_options,
      ql_verb_generate, "text from the weights being trained",
      "The cell form takes its body as one prompt.",
-     "%qlora generate \"The capital of France is\" --compare\n%%qlora generate --max_new_tokens "
+     "%qlora generate \"The capital of France is\" --compare\n\n%%qlora generate --max_new_tokens "
      "200\nWrite a poem."},
     {"plot", "[RUN …]", QL_ARG_RUN, 0, 12, QL_BODY_NONE, QL_TAKES_NONE, plot_options, ql_verb_plot,
      "curves of runs, overlaid; the difference below",

@@ -297,6 +297,21 @@ static int categories(const json_t *devices, ql_part *parts)
     return n;
 }
 
+/* "0: Tesla T4"; a page-wide table cuts long names, HTML does not. */
+static void device_cell(ql_table *t, const json_t *d, size_t i, size_t columns)
+{
+    const char *name = ql_jstr(d, "name", "");
+    size_t fit = ql_text_fit(name, (int)columns);
+    ql_buf text = {0}, html = {0};
+    if (fit < strlen(name)) fit = ql_text_fit(name, (int)columns - 1);
+    ql_buf_printf(&text, "%lld%s%.*s%s", (long long)ql_jint(d, "rank", (int64_t)i), *name ? ": " : "", (int)fit, name, name[fit] ? "…" : "");
+    ql_buf_printf(&html, "%lld%s", (long long)ql_jint(d, "rank", (int64_t)i), *name ? ": " : "");
+    ql_buf_html(&html, name);
+    ql_table_cell2(t, ql_buf_str(&text), ql_buf_str(&html));
+    ql_buf_free(&text);
+    ql_buf_free(&html);
+}
+
 static void device_bars(ql_view *v, const json_t *devices, const char *whole, const char *total)
 {
     ql_part parts[PARTS_MAX];
@@ -318,8 +333,7 @@ static void device_bars(ql_view *v, const json_t *devices, const char *whole, co
         }
         double cap = ql_jnum(d, whole, NONE), shown = ql_jnum(d, total, sum);
         ql_bar(&text, &html, mine, n, cap);
-        ql_table_cell(&t, "%lld%s%.16s", (long long)ql_jint(d, "rank", (int64_t)i),
-                      *ql_jstr(d, "name", "") ? ": " : "", ql_jstr(d, "name", ""));
+        device_cell(&t, d, i, 16);
         ql_table_cell2(&t, ql_buf_str(&text), ql_buf_str(&html));
         if (isfinite(cap))
             ql_table_cell(&t, "%s / %s", ql_fmt_bytes(shown).s, ql_fmt_bytes(cap).s);
@@ -381,7 +395,7 @@ static void alternatives(ql_view *v, const json_t *list)
         ql_table_cell(&t, "%s", bytes_or_dash(ql_jnum(a, "per_device", NONE), &s));
         ql_table_cell(&t, "%s", bytes_or_dash(ql_jnum(a, "host", NONE), &s));
         if (isfinite(seconds))
-            ql_table_cell(&t, "%s s", ql_fmt_num(seconds, 3).s);
+            ql_table_cell(&t, seconds < 99.95 ? "%#.3g s" : "%.0f s", seconds);
         else
             ql_table_cell(&t, "-");
         ql_table_cell(&t, "%s", isfinite(longest) ? ql_fmt_count(longest).s : "-");
@@ -487,8 +501,7 @@ json_t *ql_view_memory(const json_t *ev)
     json_array_foreach((json_t *)devices, i, d)
     {
         static const char *const keys[] = {"arena", "peak", "process", "used", "total"};
-        ql_table_cell(&t, "%lld: %.20s", (long long)ql_jint(d, "rank", (int64_t)i),
-                      ql_jstr(d, "name", "device"));
+        device_cell(&t, d, i, 20);
         for (size_t k = 0; k < 5; k++)
             ql_table_cell(&t, "%s", bytes_or_dash(ql_jnum(d, keys[k], NONE), &s));
     }
@@ -569,8 +582,10 @@ json_t *ql_view_bench(const json_t *r)
     ql_table t;
     size_t i, k;
     const json_t *c, *x;
+    int several = 0;
     ql_view_title(&v, "bench", "%s", ql_jstr(r, "device", ""));
-    ql_table_begin(&t, "what|measured>|of a copy>|each device", &names);
+    json_array_foreach(json_object_get(r, "rows"), i, c) several |= json_array_size(json_object_get(c, "each")) > 0;
+    ql_table_begin(&t, several ? "what|measured>|of a copy>|each device" : "what|measured>|of a copy>", &names);
     json_array_foreach(json_object_get(r, "rows"), i, c)
     {
         double part = ql_jnum(c, "of_peak", NONE);
@@ -581,7 +596,7 @@ json_t *ql_view_bench(const json_t *r)
         ql_table_cell(&t, isfinite(part) ? "%.0f %%" : "", part * 100);
         json_array_foreach(json_object_get(c, "each"), k, x)
             ql_buf_printf(&each, "%s%s", k ? "  " : "", ql_fmt_num(json_number_value(x), 4).s);
-        ql_table_cell(&t, "%s", ql_buf_str(&each));
+        if (several) ql_table_cell(&t, "%s", ql_buf_str(&each));
         ql_buf_free(&each);
     }
     ql_table_end(&v, &t);

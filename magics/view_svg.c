@@ -122,7 +122,8 @@ static void axes(ql_buf *b, const frame *f, const json_t *panel, const char *xla
     ql_buf_put(b, "</text>");
     const char *note = ql_jstr(panel, "text", NULL);
     if (note) {
-        ql_buf_printf(b, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"end\" fill=\"" INK "\">",
+        ql_buf_printf(b, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"end\" fill=\"" INK "\" "
+                         "stroke=\"#fff\" stroke-width=\"4\" paint-order=\"stroke\">", /* no line of the grid through the words */
                       f->x + f->w - 6, f->y + 13);
         ql_buf_html(b, note);
         ql_buf_put(b, "</text>");

@@ -112,9 +112,9 @@ TEST(plan_view)
                "host memory: 1.00 GiB\n"
                "longest sequence that fits: 8,192 tokens\n"
                "half of the base on each device\n"
-               "instead   per device  host   step  longest\n"
-               "────────  ──────────  ────  ─────  ───────  ────\n"
-               "resident    7.00 GiB   0 B  1.5 s    4,096  fits\n"
+               "instead   per device  host    step  longest\n"
+               "────────  ──────────  ────  ──────  ───────  ────\n"
+               "resident    7.00 GiB   0 B  1.50 s    4,096  fits\n"
                "per device: the least that each way takes, every layer recomputed\n"
                "same bits on 1, 2, 4 devices"));
     json_decref(p);

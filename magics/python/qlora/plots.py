@@ -69,7 +69,8 @@ def draw_panel(ax, panel, xlabel=None, title=None, xlim=None, legend="top"):
         ax.legend(named.values(), named.keys(), loc="lower right", bbox_to_anchor=(1.0, 1.0), ncol=min(len(named), 5), frameon=False,
                   fontsize=8.5, labelcolor=INK, handlelength=1.4, columnspacing=1.4, borderaxespad=0.2)
     if panel.get("text"):
-        ax.text(0.995, 0.93, _text(panel["text"]), transform=ax.transAxes, ha="right", va="top", color=INK, fontsize=8.5)
+        ax.text(0.995, 0.93, _text(panel["text"]), transform=ax.transAxes, ha="right", va="top", color=INK, fontsize=8.5,
+                bbox={"facecolor": ax.get_facecolor(), "edgecolor": "none", "pad": 1.5})   # no line of the grid through the words
 
 
 def _xlim(chart):
