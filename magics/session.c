@@ -342,18 +342,34 @@ static ql_status adapter_path(ql_magics *m, const char *name, char **folder)
     return st;
 }
 
+/* A setting that the call changed, through what its name means: then it is a path. */
+static ql_status name_to_path(ql_magics *m, ql_job *job, const char *setting, const char *before)
+{
+    char *path = NULL;
+    const char *name = ql_job_str(job, setting);
+    if (!name || strcmp(name, before) == 0) return QL_OK;
+    if (strcmp(setting, "adapter") == 0) {
+        QL_TRY(adapter_path(m, name, &path));
+    } else if (ql_session_data(m, name, job, &path) != QL_OK) {
+        ql_error_prefix("%s: ", setting);
+        return ql_error_code();
+    }
+    json_t *v = ql_text_json(path, strlen(path));
+    ql_status st = ql_job_set(job, setting, v);
+    json_decref(v);
+    free(path);
+    return st;
+}
+
 ql_status ql_session_apply(ql_magics *m, const ql_call *call, ql_job *job)
 {
-    char *folder = NULL, before[4096];
-    const char *name = ql_job_str(job, "adapter");
-    snprintf(before, sizeof before, "%s", name ? name : "");
+    static const char *const named[] = {"adapter", "eval_dataset"};
+    char before[2][4096];
+    for (size_t i = 0; i < 2; i++) {
+        const char *was = ql_job_str(job, named[i]);
+        snprintf(before[i], sizeof before[i], "%s", was ? was : "");
+    }
     QL_TRY(ql_call_apply(call, job));
-    name = ql_job_str(job, "adapter");
-    if (!name || strcmp(name, before) == 0) return QL_OK;
-    QL_TRY(adapter_path(m, name, &folder));
-    json_t *v = ql_text_json(folder, strlen(folder));
-    ql_status st = ql_job_set(job, "adapter", v);
-    json_decref(v);
-    free(folder);
-    return st;
+    for (size_t i = 0; i < 2; i++) QL_TRY(name_to_path(m, job, named[i], before[i]));
+    return QL_OK;
 }

@@ -40,7 +40,9 @@ ql_status ql_session_text_job(ql_magics *m, const char *run, ql_job **job);
 /* The adapter of a run as the engine takes it: its folder, or its last checkpoint's where it did not finish; null for `none` (the base model). Without a run: the last one's, else the one
  * that the job starts from, else null. */
 ql_status ql_session_adapter(ql_magics *m, const char *run, const ql_job *job, json_t **adapter);
-/* The call's settings into the job; a name that `adapter` gives (of a run, or on the hub) becomes a folder. */
+/* A variable's rows as a file of theirs; bundled names and names on the hub as their folders; else what is there. Frees with free(). */
+ql_status ql_session_data(ql_magics *m, const char *name, const ql_job *job, char **path);
+/* The call's settings into the job; a name that `adapter` (of a run, or on the hub) or `eval_dataset` (as for data) gives becomes a path. */
 ql_status ql_session_apply(ql_magics *m, const ql_call *call, ql_job *job);
 /* Whether there is evaluation data, and its file is there. */
 ql_status ql_session_eval_data(const ql_job *job);
@@ -59,6 +61,7 @@ ql_status ql_session_ask(ql_magics *m, json_t *cmd, const char *name, json_t **r
 ql_status ql_session_may_push(const ql_magics *m, const ql_call *call);
 ql_status ql_session_push(ql_magics *m, const ql_call *call, const char *folder, const char *const *patterns, json_t *data);
 void ql_push_note(ql_view *v, const json_t *data);
+ql_status ql_session_folders(const char *name); /* mkdir -p */
 json_t *ql_read_json_file(const char *path); /* NULL and an error text */
 
 ql_status ql_verb_info(ql_magics *m, const ql_call *call, json_t **out);

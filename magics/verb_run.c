@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 /* ---- a run
  * ------------------------------------------------------------------------------------------ */
@@ -176,7 +177,9 @@ static void final_note(const run_request *q, ql_status st, const json_t *result,
     } else {
         const json_t *all = json_object_get(record, "checkpoints");
         const char *path = ql_jstr(json_array_get(all, json_array_size(all) - 1), "path", NULL);
-        ql_buf_printf(b, "ended at step %lld", (long long)ql_jint(record, "step", 0));
+        int64_t step = ql_jint(record, "step", 0);
+        if (step > 0) ql_buf_printf(b, "ended at step %lld", (long long)step);
+        else ql_buf_put(b, "ended before its first step");
         if (path) {
             ql_buf_printf(b, "; last checkpoint %s; go on with ", path);
             resume_words(q, b);
@@ -227,6 +230,22 @@ out:
     return st;
 }
 
+/* The next free runs/run-N, made at once: another notebook in this folder takes the one after it. */
+static ql_status claim(ql_magics *m, char *name, size_t size, char **path)
+{
+    for (int i = 0; i < 1000; i++) {
+        QL_TRY(ql_run_next_name(m->runs, name, size));
+        QL_TRY(ql_session_folders(m->runs));
+        if (asprintf(path, "%s/%s", m->runs, name) < 0) QL_FAIL(QL_ENOMEM, "out of memory");
+        if (mkdir(*path, 0777) == 0) return QL_OK;
+        ql_status st = errno == EEXIST ? QL_OK : ql_fail(QL_EIO, "%s: %s", *path, strerror(errno));
+        free(*path);
+        *path = NULL;
+        QL_TRY(st);
+    }
+    QL_FAIL(QL_EIO, "%s: no name of a run is free", m->runs);
+}
+
 /* The name and folder of a new run: output_dir, or runs/RUN_NAME, or runs/run-N. */
 static ql_status new_run(ql_magics *m, const ql_job *job, char *name, size_t size, char **path)
 {
@@ -240,7 +259,7 @@ static ql_status new_run(ql_magics *m, const ql_job *job, char *name, size_t siz
         const char *slash = strrchr(dir, '/');
         snprintf(name, size, "%s", slash && slash[1] ? slash + 1 : dir);
     } else {
-        QL_TRY(ql_run_next_name(m->runs, name, size));
+        return claim(m, name, size, path);
     }
     if ((dir && *dir ? asprintf(path, "%s", dir) : asprintf(path, "%s/%s", m->runs, name)) < 0)
         QL_FAIL(QL_ENOMEM, "out of memory");
@@ -294,6 +313,7 @@ ql_status ql_verb_train(ql_magics *m, const ql_call *call, json_t **out)
                      .path = path,
                      .every = (int)ql_call_int(call, "every", 0)};
     st = run_and_answer(&q, out);
+    if (st != QL_OK) rmdir(path); /* empty: it never began */
 out:
     ql_job_free(job);
     free(path);

@@ -282,7 +282,7 @@ static ql_status one_meaning(ql_magics *m, const char *name)
 }
 
 /* A variable's rows are written to a file of theirs; other names are files, folders or on the hub. */
-static ql_status data_source(ql_magics *m, const char *name, const ql_job *job, char **path)
+ql_status ql_session_data(ql_magics *m, const char *name, const ql_job *job, char **path)
 {
     json_t *found = NULL;
     if (m->host.variable && identifier(name)) {
@@ -306,7 +306,7 @@ ql_status ql_verb_data(ql_magics *m, const ql_call *call, json_t **out)
     QL_TRY(ql_job_copy(m->job, &job));
     QL_GO(ql_session_apply(m, call, job)); /* first: data_files says what is fetched */
     if (call->n_args > 0) {
-        QL_GO(data_source(m, call->args[0], job, &path));
+        QL_GO(ql_session_data(m, call->args[0], job, &path));
         if (strcmp(path, call->args[0]) != 0) QL_GO(bundled_data(job, &path));
         value = ql_text_json(path, strlen(path));
         QL_GO(ql_job_set(job, "data", value));
@@ -314,7 +314,6 @@ ql_status ql_verb_data(ql_magics *m, const ql_call *call, json_t **out)
     if (!ql_job_str(job, "data"))
         QL_GO(ql_fail(QL_EINVAL, "no data yet: %%qlora data FILE, or a variable's name"));
     QL_GO(ql_session_need_model(m));
-    if (ql_job_str(job, "eval_dataset")) QL_GO(ql_session_eval_data(job));
     QL_GO(ql_data_report(job, (int)ql_min64(ql_call_int(call, "show", 1), 50), &report));
     ql_job_free(m->job);
     m->job = job;

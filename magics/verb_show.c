@@ -94,8 +94,10 @@ out:
 /* ---- save
  * ------------------------------------------------------------------------------------------- */
 
-static ql_status make_folders(char *path)
+ql_status ql_session_folders(const char *name)
 {
+    char path[4096];
+    if ((size_t)snprintf(path, sizeof path, "%s", name) >= sizeof path) QL_FAIL(QL_EINVAL, "%.60s…: too long a path", name);
     for (char *p = path + 1;; p++) {
         char c = *p;
         if (c && c != '/') continue;
@@ -189,7 +191,7 @@ ql_status ql_verb_save(ql_magics *m, const ql_call *call, json_t **out)
     QL_GO(ql_session_adapter_folder(path, &from));
     if (!(to = strdup(call->n_args && *call->args[0] ? call->args[0] : from)))
         QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
-    if (strcmp(from, to) != 0) QL_GO(make_folders(to));
+    if (strcmp(from, to) != 0) QL_GO(ql_session_folders(to));
     for (size_t i = 0; i < 2; i++) {
         free(a);
         free(b);

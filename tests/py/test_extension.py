@@ -95,6 +95,8 @@ def test_variables_are_data(kernel):
     path = kernel.value("c['data']")
     assert path.startswith("runs/.data/df-") and kernel.value(f"open({path!r}).read()") == \
         '{"prompt": "a", "completion": "x", "n": 0, "m": 0.5}\n{"prompt": "b", "completion": "y", "n": 1, "m": null}\n'
+    kernel.run("held = [{'text': 'c'}]\nh = %qlora config --eval_dataset held\n%qlora config --eval_dataset null;")
+    assert kernel.value("open(h['eval_dataset']).read()") == '{"text": "c"}\n'
     # A generator is read once; a data set in blocks of its columns, as datasets.Dataset gives them.
     reply, out = kernel.run("g = ({'text': str(i)} for i in range(3))\n%qlora data g;\ntext = open(qlora.run('config')['data']).read()")
     assert kernel.value("text") == '{"text": "0"}\n{"text": "1"}\n{"text": "2"}\n'
@@ -110,7 +112,7 @@ blocks = Columns()
 text = open(qlora.run('config')['data']).read().splitlines()""")
     assert kernel.value("len(text), text[0], text[-1]") == (2500, '{"text": "row 0", "n": 0}', '{"text": "row 2499", "n": 2499}')
     reply, out = kernel.run("%qlora data df;")
-    for code, part in [("ds = [1, 2]", "ds[0] is a int"), ("ds = []", "ds has no rows"), ("ds = iter([])", "ds has no rows"),
+    for code, part in [("ds = [1, 2]", "ds[0] is of type int"), ("ds = []", "ds has no rows"), ("ds = iter([])", "ds has no rows"),
                        ("open('ds', 'w').close()\nds = [{'text': 'a'}]", "also a file here: give one another name (or say ./ds for the file)"),
                        ("import os\nos.remove('ds')\ntiny = [{'text': 'a'}]\n%qlora data tiny;", "tiny is a variable of this notebook and also bundled data")]:
         reply, out = kernel.run(f"{code}\n%qlora data ds")
@@ -251,3 +253,21 @@ def test_stable_abi(tmp_path):
     assert not [s for s in undefined if s.startswith("_Py") and s not in ("_Py_Dealloc", "_Py_NoneStruct", "_Py_TrueStruct", "_Py_FalseStruct") and not s.endswith("_SizeT")]
     needed = subprocess.run(["readelf", "-d", str(so)], capture_output=True, text=True).stdout
     assert "libpython" not in needed and "openblas" not in needed
+
+
+def test_rows_are_given_to_plain_python(tmp_path):
+    r = python("""
+import qlora
+rows = [{"text": "hi"}, {"text": "ho"}]
+qlora.run("load", "tiny")
+d = qlora.run("data", rows, eval_dataset=rows[:1])
+print(d["rows"], open(qlora.run("config")["eval_dataset"]).read())
+for odd in (5, {"text": ["a"]}, [1], []):
+    try:
+        qlora.run("data", odd)
+    except qlora.Error as e:
+        print(e)
+""", tmp_path)
+    assert r.returncode == 0, r.stderr
+    assert r.stdout.splitlines() == ['2 {"text": "hi"}', "", *(f"data of type {t}: give a list of dicts or strings, a DataFrame, a Dataset, or a file's name" for t in ("int", "dict")),
+                                     "rows[0] is of type int: rows are dicts (text, messages, prompt and completion) or strings", "rows has no rows"]

@@ -30,7 +30,7 @@ def error(line, tmp_path):
     ("config r 8", "settings have two dashes: --r"),
     ("save out run-1", "usage: %qlora save [FOLDER]; a run is named by --run"),
     ("load tiny\neval", "no evaluation data: %qlora config --eval_dataset FILE"),
-    ("load tiny\ndata tiny --eval_dataset no.jsonl", "eval_dataset 'no.jsonl': there is no such file or folder"),
+    ("load tiny\ndata tiny --eval_dataset no.jsonl", "eval_dataset: no data 'no.jsonl': there is no such file"),
     ("unload now", "'now' is one word too many; usage: %qlora unload"),
     ("plot --r 4", "plot takes no settings"),
     ("bench --seconds x", "--seconds takes a whole number, not 'x'"),

@@ -274,9 +274,36 @@ def test_a_terminal_is_asked_and_survives_errors(tmp_path):
     os.close(terminal)
     assert p.returncode == 0 and "did you mean 'train'?" in err
     assert out.count("qlora> ") == 3 and "%qlora help [VERB or SETTING]" in out
+
+
 def test_a_long_name_is_cut_between_characters(tmp_path):
     name = "ü" * 45 + "x"   # of 91 bytes; a baseline keeps 80, which end in half a character where it begins with one byte more
     for n in (name, "x" + name):
         r = shell(SETUP + f"train --max_steps 3 --run_name {n}\nbaseline --steps 2\nplot {n} {n[:40]}-baseline --save d.svg\n", tmp_path)
         assert r.returncode == 0 and "2/2 losses: same bits" in r.stdout, r.stdout + r.stderr
         ET.parse(tmp_path / "d.svg")
+
+
+def test_two_notebooks_in_a_folder_have_runs_of_their_own(tmp_path):
+    first = start(tmp_path, SETUP + "train --max_steps 5\n", "wait-for-go")   # its engine has written nothing yet
+    for _ in range(3000):
+        if (tmp_path / "runs/run-1").exists():
+            break
+        time.sleep(0.01)
+    r = shell(SETUP + "train --max_steps 5\n", tmp_path)
+    (tmp_path / "go").touch()
+    out, err = first.stdout.read(), first.stderr.read()
+    assert first.wait(60) == 0 and "done: run-1: 5 steps" in out, err
+    assert "done: run-2: 5 steps" in r.stdout, r.stdout + r.stderr
+
+
+def test_a_run_that_never_began_leaves_no_folder(tmp_path):
+    r = shell(SETUP + "train\n", tmp_path, engine="/nowhere/qlora-engine")
+    assert r.returncode == 1 and not (tmp_path / "runs/run-1").exists()
+
+
+def test_evaluation_data_by_name(tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"text": "hi"}\n')
+    r = shell("config --eval_dataset mine.jsonl --save c.json\nconfig --eval_dataset no.jsonl\n", tmp_path)
+    assert "eval_dataset: no data 'no.jsonl': there is no such file, folder or variable" in r.stderr
+    assert json.loads((tmp_path / "c.json").read_text())["eval_dataset"] == "mine.jsonl"

@@ -145,7 +145,7 @@ def _write_rows(name, rows, folder):
                 if isinstance(row, str):
                     row = {"text": row}
                 if not isinstance(row, dict):
-                    raise Error(f"{name}[{n}] is a {type(row).__name__}: rows are dicts (text, messages, prompt and completion) or strings")
+                    raise Error(f"{name}[{n}] is of type {type(row).__name__}: rows are dicts (text, messages, prompt and completion) or strings")
                 line = _json.dumps(_clean(row), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
                 digest.update(line)
                 f.write(line)
@@ -351,8 +351,22 @@ def _check(text):
         raise Error(f"{ascii(text)} is no text in UTF-8; if it is a file's name, give the file another one") from None
 
 
+def _source(value):
+    """Rows that are given themselves, as a file; a name or a path as it is."""
+    if isinstance(value, (str, _os.PathLike)):
+        return value
+    rows = _rows("the data", value)
+    if rows is None:
+        raise Error(f"data of type {type(value).__name__}: give a list of dicts or strings, a DataFrame, a Dataset, or a file's name")
+    return _write_rows("rows", rows, _os.environ.get("QLORA_RUNS") or "runs")["path"]
+
+
 def run(verb, *args, body=None, **options):
-    """A verb from plain Python: run("load", "tiny"), run("train", max_steps=20, learning_rate=1e-4)."""
+    """A verb from plain Python: run("load", "tiny"), run("data", rows), run("train", max_steps=20, learning_rate=1e-4)."""
+    if verb == "data":
+        args = [_source(a) for a in args]
+    if "eval_dataset" in options:
+        options["eval_dataset"] = _source(options["eval_dataset"])
     words = [verb] + [_word(getattr(a, "path", a)) for a in args] + [f"--{k}={_word(v)}" for k, v in options.items()]
     return _result(_stoppable(" ".join(words), body))
 
