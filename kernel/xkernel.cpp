@@ -31,6 +31,7 @@
 #include <zmq.hpp>
 
 #include "kernel/outbox.hpp"
+#include "kernel/signals.hpp"
 
 static_assert(XEUS_VERSION_MAJOR == 2 && XEUS_VERSION_MINOR == 4, "written for xeus 2.4; other versions differ");
 
@@ -39,49 +40,6 @@ namespace
 using json = nl::json;
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
-
-// ---- signals ------------------------------------------------------------------------------------
-// A signal that arrives while zmq polls makes it throw, and the kernel would die. So those that Python code may
-// handle are blocked in all threads, and let through on the main thread only while a cell runs.
-
-sigset_t handled_signals()
-{
-    sigset_t set;
-    sigemptyset(&set);
-    for (int s : {SIGINT, SIGALRM, SIGCHLD, SIGUSR1, SIGUSR2, SIGWINCH, SIGVTALRM, SIGPROF, SIGIO})
-        sigaddset(&set, s);
-    return set;
-}
-
-pthread_t main_thread;
-std::atomic<bool> cell_runs{false};
-
-void stop_cell()
-{
-    if (cell_runs) pthread_kill(main_thread, SIGINT);
-}
-
-// Lets signals through while it lives. A SIGINT left over from before is not meant for this cell.
-class Interruptible
-{
-  public:
-    Interruptible()
-    {
-        sigset_t interrupt, set = handled_signals();
-        sigemptyset(&interrupt);
-        sigaddset(&interrupt, SIGINT);
-        timespec none = {0, 0};
-        while (sigtimedwait(&interrupt, nullptr, &none) == SIGINT) {}
-        cell_runs = true;
-        pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
-    }
-    ~Interruptible()
-    {
-        sigset_t set = handled_signals();
-        pthread_sigmask(SIG_BLOCK, &set, nullptr);
-        cell_runs = false;
-    }
-};
 
 // ---- server -------------------------------------------------------------------------------------
 // Stands between xeus' server and its kernel core, and mends the messages that pass.
@@ -389,10 +347,17 @@ json fetch_error()
     return error;
 }
 
+// A signal that a thread of the user's took while no cell ran, or that came too late for its cell, ends nothing else.
+void forget_signals()
+{
+    if (PyErr_CheckSignals() != 0) PyErr_Clear();
+}
+
 // host.py's function with JSON arguments. Throws what Python raises.
 json call(const char *function, const json &arguments)
 {
     Gil gil;
+    forget_signals();
     std::string text = arguments.dump(-1, ' ', false, json::error_handler_t::replace);
     PyObject *bytes = PyObject_CallMethod(host, "call", "ss#", function, text.data(), static_cast<Py_ssize_t>(text.size()));
     if (!bytes) {
@@ -457,7 +422,7 @@ class Interpreter : public xeus::xinterpreter
         json raised;
         if (!done) raised = fetch_error();
         Py_XDECREF(done);
-        if (PyErr_CheckSignals() != 0) PyErr_Clear(); // a Stop that came too late
+        forget_signals();
         return raised;
     }
 

@@ -1,10 +1,9 @@
 #include "magics/client.h"
+#include "magics/process.h"
 
-#include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
-#include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,8 +12,6 @@
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
-
-extern char **environ;
 
 enum {
     TICK_MS = 100,
@@ -58,71 +55,8 @@ static void nap(int ms)
     nanosleep(&t, NULL);
 }
 
-static void fd_close(int *fd)
-{
-    if (*fd >= 0) close(*fd);
-    *fd = -1;
-}
-
 /* ---- starting and ending
  * ------------------------------------------------------------------------- */
-
-/* Above 9, so that it never collides with 0-3, which posix_spawn fills one after another. */
-static int fd_high(int fd)
-{
-    int high = fcntl(fd, F_DUPFD_CLOEXEC, 10);
-    close(fd);
-    return high;
-}
-
-/* The parent's environment, with BLAS told to start no thread: the engine forks its ranks. */
-static char **spawn_environment(void)
-{
-    static char blas[] = "OPENBLAS_NUM_THREADS=1";
-    size_t n = 0;
-    while (environ[n]) n++;
-    char **env = calloc(n + 2, sizeof *env);
-    size_t k = 0;
-    for (size_t i = 0; env && i < n; i++)
-        if (strncmp(environ[i], "OPENBLAS_NUM_THREADS=", 21) != 0) env[k++] = environ[i];
-    if (env) env[k] = blas;
-    return env;
-}
-
-/* argv[0] with fd 0 at /dev/null, 1 and 2 at out and err, `three` (if any) at 3; every signal as at
- * login. */
-static int spawn(char *const argv[], int out, int err, int three, pid_t *pid)
-{
-    posix_spawn_file_actions_t files;
-    posix_spawnattr_t attr;
-    sigset_t none, all;
-    char **env = spawn_environment();
-    if (!env) return ENOMEM;
-    sigemptyset(&none);
-    sigfillset(&all);
-    posix_spawn_file_actions_init(&files);
-    posix_spawnattr_init(&attr);
-    posix_spawn_file_actions_addopen(&files, 0, "/dev/null", O_RDONLY, 0);
-    posix_spawn_file_actions_adddup2(&files, out, 1);
-    posix_spawn_file_actions_adddup2(&files, err, 2);
-    if (three >= 0) posix_spawn_file_actions_adddup2(&files, three, QL_ENGINE_FD);
-    posix_spawnattr_setpgroup(&attr, 0);
-    posix_spawnattr_setsigmask(&attr, &none);
-    posix_spawnattr_setsigdefault(&attr, &all);
-    posix_spawnattr_setflags(&attr, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGMASK |
-                                        POSIX_SPAWN_SETSIGDEF);
-    int e = posix_spawnp(pid, argv[0], &files, &attr, argv, env);
-    posix_spawn_file_actions_destroy(&files);
-    posix_spawnattr_destroy(&attr);
-    free(env);
-    return e;
-}
-
-static ql_status cannot_start(const char *engine, int e)
-{
-    QL_FAIL(QL_EIO, "the engine %s does not start: %s%s", engine, strerror(e),
-            e == ENOENT ? "; build it with `make`, or name it in QLORA_ENGINE" : "");
-}
 
 /* Looks whether the engine has ended, without waiting. */
 static int reap(ql_client *c)
@@ -138,7 +72,7 @@ static void engine_end(ql_client *c, int patience_ms)
 {
     /* A fork of the notebook may hold the socket, too: closing it alone would be no end of input. */
     if (c->fd >= 0 && c->owner == getpid()) shutdown(c->fd, SHUT_RDWR);
-    fd_close(&c->fd);
+    ql_process_close(&c->fd);
     if (c->pid > 0 && c->owner == getpid()) {
         int64_t until = now_ms() + patience_ms;
         while (!reap(c) && now_ms() < until) nap(5);
@@ -151,8 +85,8 @@ static void engine_end(ql_client *c, int patience_ms)
 
 static void engine_forget(ql_client *c)
 {
-    fd_close(&c->fd);
-    fd_close(&c->log);
+    ql_process_close(&c->fd);
+    ql_process_close(&c->log);
     c->pid = 0;
     c->ended = c->eof = c->garbage = 0;
     c->start = c->scanned = 0;
@@ -171,49 +105,14 @@ static void log_trim(ql_client *c)
     c->dropped = old;
 }
 
-/* ---- its last words
- * ------------------------------------------------------------------------------ */
-
-/* The last lines that the engine printed, blank and unprintable characters aside. */
-static void last_words(int log, ql_buf *out)
-{
-    char tail[2049];
-    off_t size = log >= 0 ? lseek(log, 0, SEEK_END) : 0;
-    off_t from = size > 2048 ? size - 2048 : 0;
-    ssize_t n = size > 0 ? pread(log, tail, 2048, from) : 0;
-    if (n <= 0) return;
-    while (n > 0 && isspace((unsigned char)tail[n - 1])) n--;
-    tail[n] = 0;
-    char *p = tail + n;
-    for (int lines = 0; p > tail; p--)
-        if (p[-1] == '\n' && ++lines == 8) break;
-    if (p == tail && from > 0) p = strchr(tail, '\n') ? strchr(tail, '\n') + 1 : tail;
-    for (char *s = p; *s; s++)
-        if ((unsigned char)*s < ' ' && *s != '\n' && *s != '\t') *s = ' ';
-    if (*p) ql_buf_printf(out, "\nIts last words:\n%s", p);
-}
-
-static const char *how_ended(int wstatus, char *buf, size_t size)
-{
-    if (WIFSIGNALED(wstatus)) {
-        int s = WTERMSIG(wstatus);
-        const char *name = sigabbrev_np(s), *text = sigdescr_np(s);
-        snprintf(buf, size, "signal %d, SIG%s: %s%s", s, name ? name : "?", text ? text : "?",
-                 s == SIGKILL ? "; often the system's out-of-memory killer" : "");
-    } else {
-        snprintf(buf, size, "exit status %d", WIFEXITED(wstatus) ? WEXITSTATUS(wstatus) : -1);
-    }
-    return buf;
-}
-
 /* The engine is gone: one error that says how, and a clean slate for the next command. */
 static ql_status engine_died(ql_client *c, const char *while_doing)
 {
     char how[160];
     ql_buf words = {0};
     engine_end(c, 200);
-    last_words(c->log, &words);
-    how_ended(c->wstatus, how, sizeof how);
+    ql_process_words(c->log, &words);
+    ql_process_how(c->wstatus, how, sizeof how);
     engine_forget(c);
     ql_status st = ql_fail(
         QL_EPEER,
@@ -364,18 +263,18 @@ static ql_status engine_start(ql_client *c)
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) < 0)
         QL_FAIL(QL_EIO, "socketpair: %s", strerror(errno));
     c->fd = pair[0];
-    int theirs = fd_high(pair[1]);
+    int theirs = ql_process_fd(pair[1]);
     c->log = memfd_create("qlora-engine", MFD_CLOEXEC);
     if (c->log >= 0) {
-        c->log = fd_high(c->log);
+        c->log = ql_process_fd(c->log);
         fcntl(c->log, F_SETFL, O_APPEND);
     }
-    int e = theirs < 0 || c->log < 0 ? errno : spawn(argv, c->log, c->log, theirs, &c->pid);
-    fd_close(&theirs);
+    int e = theirs < 0 || c->log < 0 ? errno : ql_process_spawn(argv, c->log, c->log, theirs, &c->pid);
+    ql_process_close(&theirs);
     if (e) {
         c->pid = 0;
         engine_forget(c);
-        return cannot_start(c->engine, e);
+        return ql_process_failed(c->engine, e);
     }
     c->owner = getpid();
     if (!getcwd(c->cwd, sizeof c->cwd)) c->cwd[0] = 0;
@@ -573,12 +472,12 @@ ql_status ql_client_devices(ql_client *c, json_t **out)
     if (!c->engine[0]) QL_FAIL(QL_EINVAL, "no engine program is known; name it in QLORA_ENGINE");
     if (pipe2(pipes, O_CLOEXEC) < 0) QL_FAIL(QL_EIO, "pipe: %s", strerror(errno));
     int log = memfd_create("qlora-devices", MFD_CLOEXEC);
-    int theirs = fd_high(pipes[1]);
-    if (log >= 0) log = fd_high(log);
-    int e = theirs < 0 || log < 0 ? errno : spawn(argv, theirs, log, -1, &pid);
-    fd_close(&theirs);
+    int theirs = ql_process_fd(pipes[1]);
+    if (log >= 0) log = ql_process_fd(log);
+    int e = theirs < 0 || log < 0 ? errno : ql_process_spawn(argv, theirs, log, -1, &pid);
+    ql_process_close(&theirs);
     if (e) {
-        st = cannot_start(c->engine, e);
+        st = ql_process_failed(c->engine, e);
         goto out;
     }
     int64_t until = now_ms() + DEVICES_MS;
@@ -604,13 +503,13 @@ ql_status ql_client_devices(ql_client *c, json_t **out)
     } else {
         char how[160];
         json_decref(v);
-        last_words(log, &words);
+        ql_process_words(log, &words);
         st = ql_fail(QL_EPEER, "%s --devices failed (%s)%s", c->engine,
-                     how_ended(wstatus, how, sizeof how), ql_buf_str(&words));
+                     ql_process_how(wstatus, how, sizeof how), ql_buf_str(&words));
     }
 out:
     close(pipes[0]);
-    fd_close(&log);
+    ql_process_close(&log);
     ql_buf_free(&text);
     ql_buf_free(&words);
     return st;

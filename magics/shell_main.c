@@ -58,7 +58,7 @@ static ql_status run(ql_magics *m, const char *line, const char *body)
         if (json_is_object(bundle)) show(NULL, bundle, NULL, QL_SHOW_NEW);
     }
     json_decref(result);
-    if (st == QL_OK && pressed) /* too late for the verb, or it looks for no stop: no further one begins */
+    if (st == QL_OK && interrupts(NULL)) /* too late for the verb, or it looks for no stop: no further one begins */
         st = ql_fail(QL_ESTOP, "stopped after %s", line);
     if (st == QL_OK) return st;
     fflush(stdout);

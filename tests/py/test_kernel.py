@@ -252,6 +252,21 @@ def test_idle_signals_do_not_kill():
 
 
 @only_native
+def test_a_signal_that_a_thread_takes_stops_nothing():
+    """A thread of the user's does not block SIGINT; one that arrives while no cell runs is not meant for the next."""
+    with running("qlora") as k:
+        k.run("import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()")
+        for request in ("cell", "complete"):
+            os.kill(k.pid, signal.SIGINT)
+            time.sleep(0.2)
+            if request == "complete":
+                k.client.complete("pri", 3)
+                assert "print" in k.client.get_shell_msg(timeout=60)["content"]["matches"]
+            reply, shown = k.run("time.sleep(.2); 'alive'")
+            assert result(shown) == ["'alive'"], reply
+
+
+@only_native
 def test_stop_where_jupyter_ignores_interrupts():
     """As one started from a script with & does, and its kernels after it."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -270,7 +270,7 @@ def test_a_terminal_is_asked_and_survives_errors(tmp_path):
     p = subprocess.Popen([str(BUILD / "qlora")], cwd=tmp_path, env=environment(), stdin=end, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     os.close(end)
     os.write(terminal, b"trian\nhelp help\n\x04")
-    out, err = p.communicate(timeout=30)
+    out, err = p.communicate(timeout=300)
     os.close(terminal)
     assert p.returncode == 0 and "did you mean 'train'?" in err
     assert out.count("qlora> ") == 3 and "%qlora help [VERB or SETTING]" in out

@@ -168,6 +168,25 @@ print("held", held[0] >> 20)
     assert int(out.split("held ")[1]) <= 2, out
 
 
+def test_completion_while_a_verb_runs(tmp_path):
+    """A front end may ask in another thread: there is nothing to offer then, and nothing is raised."""
+    out = said("""
+import threading
+class Event: line, symbol = "%qlora tr", "tr"
+found = []
+def other(text):
+    t = threading.Thread(target=lambda: found.append(qlora._complete(None, Event)))
+    t.start(); t.join()
+qlora._host.print = other
+qlora.run("train", max_steps=3)
+qlora._host.print = lambda text: None
+print("found", found[0], qlora._complete(None, Event))
+Event.line = "%qlora \\udcff"
+print("none", qlora._complete(None, Event))
+""", tmp_path)
+    assert "found [] ['train']" in out and "none []" in out, out
+
+
 def test_text_that_is_no_text(tmp_path):
     out = said(r"""
 for args in (("load", "a\udcff"), ("load", "a\0b"), ("generate", "half a pair \ud83d")):

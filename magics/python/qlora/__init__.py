@@ -376,7 +376,10 @@ def qlora(line, cell=None):
 
 
 def _complete(ip, event):
-    words, symbol = _json.loads(_core.complete(event.line)), event.symbol or ""
+    try:
+        words, symbol = _json.loads(_core.complete(event.line)), event.symbol or ""
+    except (Error, ValueError):   # a verb runs in another thread; no text
+        return []
     if not symbol.startswith("-"):  # IPython splits --key=value at the =
         words = [w.split("=", 1)[1] if w.startswith("--") and "=" in w else w for w in words]
     return words
