@@ -213,8 +213,12 @@ out:
 ql_status ql_save_load_best(ql_worker *w, ql_history *h)
 {
     const char *best = ql_history_best_path(h);
+    ql_rank *r = w->rank;
     float *flat;
     if (!ql_history_best_step(h)) return QL_OK;
+    /* The best may be the last one, which the first rank is still writing. */
+    if (r->comm) QL_TRY(r->set.be->comm->barrier(r->comm, r->compute));
+    QL_TRY(r->set.be->dev->sync(r->compute));
     if (!best || !ql_path_is_dir(best))
         return ql_worker_emit(w, "log", json_pack("{s:s,s:o}", "level", "warning", "text",
                                                   json_sprintf("load_best_model_at_end: the best evaluation was at step %lld, whose checkpoint is not "
@@ -223,7 +227,7 @@ ql_status ql_save_load_best(ql_worker *w, ql_history *h)
     flat = calloc((size_t)w->task->lora->elements, 4);
     if (!flat) QL_FAIL(QL_ENOMEM, "no host memory for the best adapter");
     ql_status st = ql_lora_read(w->task->lora, best, flat);
-    if (st == QL_OK) st = ql_rank_set_adapters(w->rank, flat);
+    if (st == QL_OK) st = ql_rank_set_adapters(r, flat);
     free(flat);
     return st;
 }

@@ -289,3 +289,16 @@ def test_stopped_in_an_evaluation(tmp_path):
     assert [r[0] for r in records(tmp_path / "runs/whole")[0]] == [2, 4, 6]
     assert records(tmp_path / "runs/cut") == records(tmp_path / "runs/whole")
     e.close()
+
+
+def test_the_best_is_the_last(tmp_path):
+    """Which the first rank still writes when the other is through: both end with it, and the run holds its bits."""
+    e = Engine(tmp_path)
+    e.train(max_steps=2, fsdp=True, eval_dataset=str(ROOT / "notebooks/tiny/eval.jsonl"), eval_strategy="steps", eval_steps=1, save_steps=1,
+            load_best_model_at_end=True)
+    assert e.until(*ENDS)["ev"] == "done", e.events[-1]
+    run = tmp_path / "runs/a"
+    assert json.loads((run / "trainer_state.json").read_text())["best_global_step"] == 2
+    assert (run / "adapter_model.safetensors").read_bytes() == (run / "checkpoint-2/adapter_model.safetensors").read_bytes()
+    assert not [x for x in e.events if x["ev"] == "log" and "best" in x["text"]]
+    e.close()
