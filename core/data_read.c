@@ -1,22 +1,18 @@
 /* Rows of JSONL, JSON, CSV and text files: mapped, found once, parsed when asked for. */
 #include "core/data.h"
+#include "core/data_files.h"
 
 #include "core/file.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <glob.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-typedef enum { JSONL, JSON_ARRAY_FILE, CSV, TSV, TEXT } format;
 
 /* A file. In the table's numbering of bytes it covers base … base + size. */
 typedef struct {
@@ -25,7 +21,7 @@ typedef struct {
     char *map;
     size_t size, mapped;
     uint64_t base;
-    format format;
+    ql_data_format format;
     json_t *columns; /* CSV: array of names */
 } source;
 
@@ -49,12 +45,6 @@ static ql_status add_row(ql_table *r, uint64_t at)
     return QL_OK;
 }
 
-static const char *base_name(const char *path)
-{
-    const char *slash = strrchr(path, '/');
-    return slash ? slash + 1 : path;
-}
-
 /* ---- finding rows ------------------------------------------------------------------------------ */
 
 static bool blank_line(const char *p, const char *end)
@@ -63,9 +53,15 @@ static bool blank_line(const char *p, const char *end)
     return p == end;
 }
 
+/* Where the text begins: behind the mark that Windows' editors write. */
+static const char *behind_mark(const source *s)
+{
+    return s->map + (s->size >= 3 && memcmp(s->map, "\xef\xbb\xbf", 3) == 0 ? 3 : 0);
+}
+
 static ql_status index_lines(ql_table *r, const source *s)
 {
-    const char *p = s->map, *end = p + s->size;
+    const char *p = behind_mark(s), *end = s->map + s->size;
     while (p < end) {
         const char *e = memchr(p, '\n', (size_t)(end - p));
         if (!e) e = end;
@@ -100,32 +96,36 @@ static const char *skip_space(const char *p, const char *end)
     return p;
 }
 
-static ql_status index_array(ql_table *r, const source *s, const char *p)
+/* whole: the array is all there is in the file. */
+static ql_status index_array(ql_table *r, const source *s, const char *p, bool whole)
 {
     const char *end = s->map + s->size;
+    size_t before = r->n;
     p = skip_space(p + 1, end);
     while (p < end && *p != ']') {
         QL_TRY(add_row(r, s->base + (uint64_t)(p - s->map)));
         p = skip_value(p, end);
         if (p < end && *p == ',') p = skip_space(p + 1, end);
         else if (p < end && *p != ']')
-            QL_FAIL(QL_EINVAL, "%s: a '%c' too many behind row %zu", base_name(s->path), *p, r->n);
+            QL_FAIL(QL_EINVAL, "%s: a '%c' too many behind row %zu", ql_base_name(s->path), *p, r->n);
     }
-    if (p >= end) QL_FAIL(QL_EINVAL, "%s: its array has no end; is the file cut off?", base_name(s->path));
+    if (p >= end) QL_FAIL(QL_EINVAL, "%s: its array has no end; is the file cut off?", ql_base_name(s->path));
+    if (whole && skip_space(p + 1, end) < end)
+        QL_FAIL(QL_EINVAL, "%s: there is more behind its array of %zu rows; arrays line by line are not read", ql_base_name(s->path), r->n - before);
     return QL_OK;
 }
 
 /* A .json file: an array of rows, one of them under "data", "train" or "rows", or lines after all. */
 static ql_status index_json(ql_table *r, source *s)
 {
-    const char *end = s->map + s->size, *p = skip_space(s->map, end);
+    const char *end = s->map + s->size, *p = skip_space(behind_mark(s), end);
     json_error_t err;
-    if (p < end && *p == '[') return index_array(r, s, p);
+    if (p < end && *p == '[') return index_array(r, s, p, true);
     const char *line = memchr(p, '\n', (size_t)(end - p));
     json_t *first = json_loadb(p, (size_t)((line ? line : end) - p), JSON_ALLOW_NUL, &err);
     if (first && (line || !json_is_array(json_object_get(first, "data")))) {
         json_decref(first);
-        s->format = JSONL;
+        s->format = QL_FILE_JSONL;
         return index_lines(r, s);
     }
     json_decref(first);
@@ -137,12 +137,12 @@ static ql_status index_json(ql_table *r, source *s)
                 colon = skip_space(q + strlen(keys[k]), end);
         if (colon && colon < end && *colon == ':') {
             colon = skip_space(colon + 1, end);
-            if (colon < end && *colon == '[') return index_array(r, s, colon);
+            if (colon < end && *colon == '[') return index_array(r, s, colon, false);
         }
         q = e < end && *e == ',' ? skip_space(e + 1, end) : end;
     }
     QL_FAIL(QL_EINVAL, "%s: neither an array of rows, nor an object with one under \"data\", nor a row a line",
-            base_name(s->path));
+            ql_base_name(s->path));
 }
 
 /* The end of the CSV record at p (behind its line end). */
@@ -201,12 +201,11 @@ out:
 
 static ql_status index_csv(ql_table *r, source *s)
 {
-    const char *p = s->map, *end = p + s->size;
-    char sep = s->format == CSV ? ',' : '\t';
-    if (s->size >= 3 && memcmp(p, "\xef\xbb\xbf", 3) == 0) p += 3;
+    const char *p = behind_mark(s), *end = s->map + s->size;
+    char sep = s->format == QL_FILE_CSV ? ',' : '\t';
     const char *e = skip_record(p, end, sep);
     s->columns = json_array();
-    if (!s->columns) QL_FAIL(QL_ENOMEM, "no memory for %s", base_name(s->path));
+    if (!s->columns) QL_FAIL(QL_ENOMEM, "no memory for %s", ql_base_name(s->path));
     QL_TRY(csv_fields(p, e, sep, s->columns));
     for (p = e; p < end; p = e) {
         e = skip_record(p, end, sep);
@@ -217,34 +216,17 @@ static ql_status index_csv(ql_table *r, source *s)
 
 static ql_status index_source(ql_table *r, source *s)
 {
+    if (s->size >= 2 && (memcmp(s->map, "\xff\xfe", 2) == 0 || memcmp(s->map, "\xfe\xff", 2) == 0))
+        QL_FAIL(QL_ENOSUP, "%s: it is UTF-16; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)", ql_base_name(s->path));
     switch (s->format) {
-    case JSON_ARRAY_FILE: return index_json(r, s);
-    case CSV:
-    case TSV: return index_csv(r, s);
+    case QL_FILE_JSON: return index_json(r, s);
+    case QL_FILE_CSV:
+    case QL_FILE_TSV: return index_csv(r, s);
     default: return index_lines(r, s);
     }
 }
 
 /* ---- files ------------------------------------------------------------------------------------- */
-
-static bool ends_with(const char *s, const char *tail)
-{
-    size_t n = strlen(s), k = strlen(tail);
-    return n >= k && strcasecmp(s + n - k, tail) == 0;
-}
-
-static ql_status format_of(const char *path, format *out)
-{
-    static const struct {
-        const char *ext;
-        format f;
-    } known[] = {{".jsonl", JSONL}, {".ndjson", JSONL}, {".json", JSON_ARRAY_FILE}, {".csv", CSV},
-                 {".tsv", TSV},     {".txt", TEXT},     {".md", TEXT}};
-    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
-        if (ends_with(path, known[i].ext)) return *out = known[i].f, QL_OK;
-    QL_FAIL(QL_ENOSUP, "%s: only .jsonl, .json, .csv, .tsv and .txt are read here; open anything else in Python "
-                       "(datasets, pandas) and give the variable's name instead of a file", base_name(path));
-}
 
 static ql_status map_source(source *s)
 {
@@ -256,26 +238,26 @@ static ql_status map_source(source *s)
     s->map = mmap(NULL, s->size, PROT_READ, MAP_SHARED, s->fd, 0);
     if (s->map == MAP_FAILED) {
         s->map = NULL;
-        QL_FAIL(QL_EIO, "%s: cannot be mapped: %s", base_name(s->path), strerror(errno));
+        QL_FAIL(QL_EIO, "%s: cannot be mapped: %s", ql_base_name(s->path), strerror(errno));
     }
     s->mapped = s->size;
     return QL_OK;
 }
 
-static ql_status add_source(ql_table *r, const char *path, int fd, format f)
+static ql_status add_source(ql_table *r, const char *path, int fd, ql_data_format f)
 {
     struct stat st;
     source *p = realloc(r->src, (r->n_src + 1) * sizeof *p);
     if (!p) {
         close(fd);
-        QL_FAIL(QL_ENOMEM, "no memory for %s", base_name(path));
+        QL_FAIL(QL_ENOMEM, "no memory for %s", ql_base_name(path));
     }
     r->src = p;
     p += r->n_src;
     *p = (source){.path = strdup(path), .fd = fd, .format = f};
     if (r->n_src) p->base = p[-1].base + p[-1].size;
     r->n_src++;
-    if (!p->path) QL_FAIL(QL_ENOMEM, "no memory for %s", base_name(path));
+    if (!p->path) QL_FAIL(QL_ENOMEM, "no memory for %s", ql_base_name(path));
     if (fstat(fd, &st) || !S_ISREG(st.st_mode)) QL_FAIL(QL_EINVAL, "%s: not a file", path);
     p->size = (size_t)st.st_size;
     return map_source(p);
@@ -283,110 +265,20 @@ static ql_status add_source(ql_table *r, const char *path, int fd, format f)
 
 static ql_status add_file(ql_table *r, const char *path)
 {
-    format f;
-    QL_TRY(format_of(path, &f));
+    ql_data_format f;
+    QL_TRY(ql_data_format_of(path, &f));
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) QL_FAIL(QL_EIO, "%s: %s", path, strerror(errno));
     QL_TRY(add_source(r, path, fd, f));
     return index_source(r, r->src + r->n_src - 1);
 }
 
-/* Files of a folder and of those in it, by their paths below it. */
-typedef struct {
-    char **name;
-    size_t n;
-} names;
-
-static void names_free(names *l)
-{
-    for (size_t i = 0; i < l->n; i++) free(l->name[i]);
-    free(l->name);
-}
-
-static ql_status list_folder(const char *folder, const char *below, int depth, names *out)
-{
-    enum { DEEPEST = 8 };
-    char path[QL_PATH_MAX], rest[QL_PATH_MAX];
-    struct dirent *e;
-    ql_status st = QL_OK;
-    QL_TRY(ql_path_join(path, folder, below));
-    DIR *d = opendir(path);
-    if (!d) QL_FAIL(QL_EIO, "%s: %s", path, strerror(errno));
-    while (st == QL_OK && (e = readdir(d))) {
-        if (e->d_name[0] == '.') continue;
-        if (*below) QL_GO(ql_path_join(rest, below, e->d_name));
-        else snprintf(rest, sizeof rest, "%s", e->d_name);
-        QL_GO(ql_path_join(path, folder, rest));
-        if (ql_path_is_dir(path)) {
-            if (depth < DEEPEST) st = list_folder(folder, rest, depth + 1, out);
-            continue;
-        }
-        char **p = realloc(out->name, (out->n + 1) * sizeof *p);
-        if (p) out->name = p;
-        if (!p || !(p[out->n] = strdup(rest))) QL_GO(ql_fail(QL_ENOMEM, "no memory for the files of %s", folder));
-        out->n++;
-    }
-out:
-    closedir(d);
-    return st;
-}
-
-static int by_name(const void *a, const void *b)
-{
-    return strcmp(*(char *const *)a, *(char *const *)b);
-}
-
-/* A folder's files: those named after the split (or in a folder that is); for train, else all that no other split's name is in. */
-static int file_rank(const char *name, const char *split)
-{
-    static const char *const others[] = {"test", "valid", "dev", "eval"}, *const about[] = {"dataset_infos.json", "dataset_info.json", "state.json"};
-    format f;
-    if (format_of(name, &f) != QL_OK) {
-        ql_error_clear();
-        return 0;
-    }
-    for (int i = 0; i < 3; i++)
-        if (strcmp(base_name(name), about[i]) == 0) return 0;
-    if (strstr(name, split)) return 2;
-    for (int i = 0; i < 4; i++)
-        if (strstr(name, others[i])) return 0;
-    return strcmp(split, "train") == 0;
-}
-
-static ql_status add_folder(ql_table *r, const char *path, const char *split)
-{
-    names l = {0};
-    int best = 0;
-    ql_status st = list_folder(path, "", 0, &l);
-    QL_GO(st);
-    if (l.n) qsort(l.name, l.n, sizeof *l.name, by_name);
-    for (size_t i = 0; i < l.n; i++) {
-        int k = file_rank(l.name[i], split);
-        if (k > best) best = k;
-    }
-    if (!best) QL_GO(ql_fail(QL_EINVAL, "%s: no data files of split '%s' in this folder", path, split));
-    for (size_t i = 0; i < l.n; i++) {
-        char file[QL_PATH_MAX];
-        if (file_rank(l.name[i], split) != best) continue;
-        QL_GO(ql_path_join(file, path, l.name[i]));
-        QL_GO(add_file(r, file));
-    }
-out:
-    names_free(&l);
-    return st;
-}
-
 static ql_status add_path(ql_table *r, const char *path, const char *split)
 {
-    if (ql_path_is_dir(path)) return add_folder(r, path, split);
-    if (ql_path_is_file(path)) return add_file(r, path);
-    glob_t g = {0};
-    ql_status st = QL_OK;
-    int rc = glob(path, 0, NULL, &g);
-    if (rc == GLOB_NOSPACE) st = ql_fail(QL_ENOMEM, "no memory for the files of %s", path);
-    else if (rc || !g.gl_pathc) st = ql_fail(QL_EINVAL, "%s: there is no such file, and no file matches it", path);
-    for (size_t i = 0; i < g.gl_pathc && st == QL_OK; i++) st = add_file(r, g.gl_pathv[i]);
-    globfree(&g);
+    ql_data_names l = {0};
+    ql_status st = ql_data_list(path, split, &l);
+    for (size_t i = 0; i < l.n && st == QL_OK; i++) st = add_file(r, l.name[i]);
+    ql_data_names_free(&l);
     return st;
 }
 
@@ -413,6 +305,9 @@ static ql_status apply_split(ql_table *r, const char *split)
     if (!open) return QL_OK;
     const char *colon = strchr(open, ':'), *close = split + strlen(split) - 1;
     size_t to;
+    if (strchr(open, '+'))
+        QL_FAIL(QL_ENOSUP, "split '%s': only one part is read; several come through Python: "
+                           "ds = datasets.load_dataset(…, split=\"%s\"), then the variable's name", split, split);
     if (*close != ']' || !colon) QL_FAIL(QL_EINVAL, "split '%s': expected train[from:to], e.g. train[:10%%]", split);
     QL_TRY(bound(open + 1, colon, r->n, 0, &r->first));
     QL_TRY(bound(colon + 1, close, r->n, r->n, &to));
@@ -473,7 +368,7 @@ ql_status ql_table_new(const char *spool, ql_table **out)
         QL_FAIL(QL_EIO, "%s: %s", spool ? spool : temp, strerror(errno));
     }
     if (!spool) unlink(temp);
-    ql_status st = add_source(r, spool ? spool : "rows", fd, JSONL);
+    ql_status st = add_source(r, spool ? spool : "rows", fd, QL_FILE_JSONL);
     if (st == QL_OK) *out = r;
     else ql_table_close(r);
     return st;
@@ -482,7 +377,7 @@ ql_status ql_table_new(const char *spool, ql_table **out)
 ql_status ql_table_push_lines(ql_table *r, const char *lines, size_t n)
 {
     source *s = r->src;
-    if (r->n_src != 1 || s->columns || s->format != JSONL) QL_FAIL(QL_EINTERNAL, "rows pushed into a file");
+    if (r->n_src != 1 || s->columns || s->format != QL_FILE_JSONL) QL_FAIL(QL_EINTERNAL, "rows pushed into a file");
     for (size_t done = 0; done < n;) {
         ssize_t k = pwrite(s->fd, lines + done, n - done, (off_t)(s->size + done));
         if (k < 0 && errno == EINTR) continue;
@@ -528,7 +423,7 @@ static ql_status parse_row(const source *s, size_t number, const char *p, const 
     json_error_t err;
     ql_str good = {0};
     size_t n = (size_t)(end - p), flags = JSON_ALLOW_NUL | JSON_DISABLE_EOF_CHECK;
-    if (s->format == JSONL) flags = JSON_ALLOW_NUL;
+    if (s->format == QL_FILE_JSONL) flags = JSON_ALLOW_NUL;
     if (ql_utf8_valid(p, n) < n) {
         QL_TRY(ql_utf8_repair(p, n, &good));
         p = good.data, n = good.len;
@@ -538,10 +433,10 @@ static ql_status parse_row(const source *s, size_t number, const char *p, const 
     if (!v && json_error_code(&err) == json_error_numeric_overflow)
         v = json_loadb(p, n, flags | JSON_DECODE_INT_AS_REAL, &err);
     ql_str_free(&good);
-    if (!v) QL_FAIL(QL_EINVAL, "%s, row %zu: %s", base_name(s->path), number, err.text);
+    if (!v) QL_FAIL(QL_EINVAL, "%s, row %zu: %s", ql_base_name(s->path), number, err.text);
     if (!json_is_object(v)) {
         json_decref(v);
-        QL_FAIL(QL_EINVAL, "%s, row %zu: not an object", base_name(s->path), number);
+        QL_FAIL(QL_EINVAL, "%s, row %zu: not an object", ql_base_name(s->path), number);
     }
     *out = v;
     return QL_OK;
@@ -552,9 +447,9 @@ static ql_status csv_row(const source *s, size_t number, const char *p, const ch
     json_t *fields = json_array(), *row = json_object();
     ql_status st = fields && row ? QL_OK : ql_fail(QL_ENOMEM, "no memory for a row");
     QL_GO(st);
-    QL_GO(csv_fields(p, end, s->format == CSV ? ',' : '\t', fields));
+    QL_GO(csv_fields(p, end, s->format == QL_FILE_CSV ? ',' : '\t', fields));
     if (json_array_size(fields) != json_array_size(s->columns)) {
-        st = ql_fail(QL_EINVAL, "%s, row %zu: %zu fields, but %zu columns", base_name(s->path), number,
+        st = ql_fail(QL_EINVAL, "%s, row %zu: %zu fields, but %zu columns", ql_base_name(s->path), number,
                      json_array_size(fields), json_array_size(s->columns));
         goto out;
     }
@@ -586,16 +481,16 @@ ql_status ql_table_get(ql_table *r, int64_t i, json_t **out)
     while (s + 1 < r->src + r->n_src && at >= s[1].base) s++;
     QL_TRY(map_source(s));
     const char *p = s->map + (at - s->base), *end = s->map + s->size;
-    if (s->format == JSONL || s->format == TEXT) {
+    if (s->format == QL_FILE_JSONL || s->format == QL_FILE_TEXT) {
         const char *e = memchr(p, '\n', (size_t)(end - p));
         if (e) end = e;
-    } else if (s->format == JSON_ARRAY_FILE) {
+    } else if (s->format == QL_FILE_JSON) {
         end = skip_value(p, end);
     } else {
-        end = skip_record(p, end, s->format == CSV ? ',' : '\t');
+        end = skip_record(p, end, s->format == QL_FILE_CSV ? ',' : '\t');
     }
-    if (s->format == TEXT) return text_row(p, end, out);
-    return s->format == CSV || s->format == TSV ? csv_row(s, k + 1, p, end, out) : parse_row(s, k + 1, p, end, out);
+    if (s->format == QL_FILE_TEXT) return text_row(p, end, out);
+    return s->format == QL_FILE_CSV || s->format == QL_FILE_TSV ? csv_row(s, k + 1, p, end, out) : parse_row(s, k + 1, p, end, out);
 }
 
 ql_status ql_table_hash(ql_table *r, uint64_t out[2])

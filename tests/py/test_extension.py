@@ -111,6 +111,22 @@ blocks = Columns()
 %qlora data blocks;
 text = open(qlora.run('config')['data']).read().splitlines()""")
     assert kernel.value("len(text), text[0], text[-1]") == (2500, '{"text": "row 0", "n": 0}', '{"text": "row 2499", "n": 2499}')
+    # A data set that gives tables, pandas' words for nothing, and bytes.
+    kernel.run("""
+class Tables(Columns):
+    def iter(self, batch_size):
+        yield pandas.DataFrame({'text': ['a']})
+    def with_format(self, kind):
+        return Columns()
+tables = Tables()
+%qlora data tables;
+text = open(qlora.run('config')['data']).read().splitlines()
+holes = pandas.DataFrame({'text': ['a', pandas.NA, None], 'when': [pandas.NaT, pandas.NaT, pandas.Timestamp(0)], 'raw': [b'caf\\xc3\\xa9', None, None]})
+%qlora data holes;
+rows = open(qlora.run('config')['data']).read()""")
+    assert kernel.value("len(text), text[0]") == (2500, '{"text": "row 0", "n": 0}')
+    assert kernel.value("rows") == ('{"text": "a", "when": null, "raw": "caf\u00e9"}\n{"text": null, "when": null, "raw": null}\n'
+                                    '{"text": null, "when": "1970-01-01 00:00:00", "raw": null}\n')
     reply, out = kernel.run("%qlora data df;")
     for code, part in [("ds = [1, 2]", "ds[0] is of type int"), ("ds = []", "ds has no rows"), ("ds = iter([])", "ds has no rows"),
                        ("open('ds', 'w').close()\nds = [{'text': 'a'}]", "also a file here: give one another name (or say ./ds for the file)"),

@@ -67,6 +67,16 @@ TEST(formats_are_read)
     CHECK_STR(cell(t, 1, "n,m"), " 2");
     CHECK_STR(cell(t, 2, "text"), "");
     ql_table_close(t);
+    /* The mark of Windows' editors is no text, whatever the format. */
+    CHECK_OK(open_one(file("m.jsonl", "\xef\xbb\xbf{\"text\":\"one\"}\n"), NULL, &t));
+    CHECK_STR(cell(t, 0, "text"), "one");
+    ql_table_close(t);
+    CHECK_OK(open_one(file("m.json", "\xef\xbb\xbf[{\"text\":\"one\"}]"), NULL, &t));
+    CHECK_STR(cell(t, 0, "text"), "one");
+    ql_table_close(t);
+    CHECK_OK(open_one(file("m.txt", "\xef\xbb\xbfone"), NULL, &t));
+    CHECK_STR(cell(t, 0, "text"), "one");
+    ql_table_close(t);
     CHECK_OK(open_one(file("a.txt", "first\r\n\nsecond \xff\n"), NULL, &t));
     CHECK_INT(ql_table_count(t), 2);
     CHECK_STR(cell(t, 0, "text"), "first");
@@ -94,6 +104,9 @@ TEST(splits_globs_and_folders)
     t = NULL;
     CHECK_FAILS(open_one(path, "train[5:5]", &t), QL_EINVAL, "empty");
     CHECK_FAILS(open_one(path, "train[x:5]", &t), QL_EINVAL, "'x'");
+    CHECK_FAILS(open_one(path, "train[:10%]+train[90%:]", &t), QL_ENOSUP, "only one part");
+    CHECK_FAILS(open_one(file("wide.csv", "\xff\xfet"), NULL, &t), QL_ENOSUP, "UTF-16");
+    CHECK_FAILS(open_one(file("two.json", "[{\"text\":\"a\"}]\n[{\"text\":\"b\"}]"), NULL, &t), QL_EINVAL, "more behind its array of 1 rows");
     CHECK_FAILS(open_one(path, "train[10%", &t), QL_EINVAL, "train[from:to]");
     file("part-2.jsonl", "{\"text\":\"last\"}\n");
     snprintf(glob, sizeof glob, "%s/part-*.jsonl", dir);
@@ -111,6 +124,20 @@ TEST(splits_globs_and_folders)
     ql_table_close(t);
     CHECK_OK(open_one(glob, NULL, &t));
     CHECK_INT(ql_table_count(t), 1);
+    ql_table_close(t);
+    CHECK_FAILS(open_one(glob, "validation", &t), QL_EINVAL, "split 'validation'");
+    file("d/dev.jsonl", "{\"text\":\"v\"}");
+    CHECK_OK(open_one(glob, "validation", &t));
+    CHECK_STR(cell(t, 0, "text"), "v");
+    ql_table_close(t);
+    char latest[160];
+    snprintf(latest, sizeof latest, "%s/l", dir);
+    CHECK(mkdir(latest, 0700) == 0);
+    file("l/latest.jsonl", "{\"text\":\"l\"}"); /* not a test's */
+    file("l/README.md", "no row");
+    CHECK_OK(open_one(latest, NULL, &t));
+    CHECK_INT(ql_table_count(t), 1);
+    CHECK_STR(cell(t, 0, "text"), "l");
     ql_table_close(t);
     /* Hub data sets have folders in them, and notes about themselves. */
     char inner[160];

@@ -107,6 +107,10 @@ def _clean(v):
         return [_clean(x) for x in v]
     if v is None or isinstance(v, (str, int, bool)):
         return v
+    if isinstance(v, (bytes, bytearray)):
+        return bytes(v).decode("utf-8", "replace")
+    if type(v).__name__ in ("NAType", "NaTType"):   # pandas' other words for nothing
+        return None
     if hasattr(v, "tolist"):
         return _clean(v.tolist())
     return str(v)
@@ -129,6 +133,9 @@ def _rows(name, value):
 def _blocks(ds, rows=1000):
     """A datasets.Dataset, many rows at a time: much quicker than one by one, and never all of it in memory."""
     for block in ds.iter(batch_size=rows):
+        if not isinstance(block, dict):   # with_format("pandas") and the like
+            yield from _blocks(ds.with_format(None), rows)
+            return
         for row in zip(*block.values()):
             yield dict(zip(block, row))
 
