@@ -58,6 +58,23 @@ static json_t *json_from_python(PyObject *s)
 /* ---- the host's callbacks
  * -------------------------------------------------------------------------- */
 
+/* The host's method with a value's JSON text; NULL where Python raised. */
+static PyObject *host_call(const char *method, const json_t *value)
+{
+    PyObject *text = json_to_python(value), *r = text ? PyObject_CallMethod(the.host, method, "O", text) : NULL;
+    Py_XDECREF(text);
+    return r;
+}
+
+/* Its answer's JSON, NULL where there is none; takes the answer. */
+static json_t *host_answer(PyObject *answer)
+{
+    json_t *v = json_from_python(answer);
+    Py_XDECREF(answer);
+    PyErr_Clear();
+    return v;
+}
+
 static ql_status host_show(void *self, const json_t *bundle, const char *id, ql_show_how how)
 {
     (void)self;
@@ -101,11 +118,9 @@ static int host_wait(void *self, struct pollfd *fds, nfds_t n, int timeout_ms)
 static ql_status host_chart(void *self, const json_t *chart, ql_buf *png)
 {
     (void)self;
-    PyObject *text = json_to_python(chart),
-             *r = text ? PyObject_CallMethod(the.host, "chart", "O", text) : NULL;
+    PyObject *r = host_call("chart", chart);
     char *data;
     Py_ssize_t n;
-    Py_XDECREF(text);
     if (!r) return keep_exception("drawing a chart");
     if (r != Py_None && PyBytes_AsStringAndSize(r, &data, &n) == 0)
         ql_buf_add(png, data, (size_t)n);
@@ -122,9 +137,7 @@ static ql_status host_variable(void *self, const char *name, const char *folder,
         QL_TRY(keep_exception("writing a variable as JSON lines"));
         QL_FAIL(QL_ESTOP, "stopped while writing %s", name);
     }
-    json_t *v = json_from_python(r);
-    Py_DECREF(r);
-    PyErr_Clear();
+    json_t *v = host_answer(r);
     *out = v ? v : json_null();
     return QL_OK;
 }
@@ -132,48 +145,31 @@ static ql_status host_variable(void *self, const char *name, const char *folder,
 static ql_status host_push(void *self, const json_t *what, json_t **out)
 {
     (void)self;
-    PyObject *text = json_to_python(what), *r = text ? PyObject_CallMethod(the.host, "push", "O", text) : NULL;
-    Py_XDECREF(text);
+    PyObject *r = host_call("push", what);
     if (!r) {
         QL_TRY(keep_exception("the upload"));
         QL_FAIL(QL_ESTOP, "stopped while uploading to %s; what is saved in %s stays", ql_jstr(what, "repo", ""), ql_jstr(what, "folder", ""));
     }
-    *out = json_from_python(r);
-    Py_DECREF(r);
-    PyErr_Clear();
+    *out = host_answer(r);
     return QL_OK;
-}
-
-static json_t *host_json(const char *method)
-{
-    PyObject *r = PyObject_CallMethod(the.host, method, NULL);
-    json_t *v = json_from_python(r);
-    Py_XDECREF(r);
-    PyErr_Clear();
-    return v;
 }
 
 static json_t *host_libraries(void *self)
 {
     (void)self;
-    return host_json("libraries");
+    return host_answer(PyObject_CallMethod(the.host, "libraries", NULL));
 }
 
 static json_t *host_bitsandbytes(void *self, const json_t *weight)
 {
     (void)self;
-    PyObject *text = json_to_python(weight), *r = text ? PyObject_CallMethod(the.host, "bitsandbytes", "O", text) : NULL;
-    json_t *v = json_from_python(r);
-    Py_XDECREF(r);
-    Py_XDECREF(text);
-    PyErr_Clear();
-    return v;
+    return host_answer(host_call("bitsandbytes", weight));
 }
 
 static json_t *host_hub(void *self)
 {
     (void)self;
-    return host_json("hub");
+    return host_answer(PyObject_CallMethod(the.host, "hub", NULL));
 }
 
 /* What a listener answers as true is a press of stop. */

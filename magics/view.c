@@ -130,6 +130,19 @@ void ql_view_code(ql_view *v, const char *text)
     ql_buf_put(&v->html, "</pre>\n");
 }
 
+void ql_view_setting(ql_buf *b, const json_t *value)
+{
+    if (json_is_string(value)) {
+        ql_buf_put(b, json_string_value(value));
+    } else if (json_is_real(value)) {
+        ql_buf_put(b, ql_fmt_num(json_real_value(value), 6).s);
+    } else {
+        char *s = json_dumps(value, JSON_ENCODE_ANY | JSON_COMPACT);
+        ql_buf_put(b, s ? s : "null");
+        free(s);
+    }
+}
+
 void ql_view_both(ql_view *v, const char *text, const char *html)
 {
     ql_buf_put(&v->text, text);

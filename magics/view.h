@@ -21,6 +21,7 @@ void ql_view_note(ql_view *v, const char *fmt, ...)
     QL_PRINTF(2, 3);                             /* a quiet line; wrapped in text */
 void ql_view_warn(ql_view *v, const char *text); /* a line that must be seen */
 void ql_view_code(ql_view *v, const char *text); /* something to paste */
+void ql_view_setting(ql_buf *b, const json_t *value); /* a setting's value as it is written */
 /* A line whose two forms differ. */
 void ql_view_both(ql_view *v, const char *text, const char *html);
 

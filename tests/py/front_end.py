@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+from clock import Clock
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = pathlib.Path(os.environ.get("BUILD", ROOT / "build"))
 BUILD = BUILD if BUILD.is_absolute() else ROOT / BUILD
@@ -15,6 +17,17 @@ FAKE = ROOT / "tests" / "py" / "fake_engine.py"
 def step_of(out, most):
     """The highest step that a bar of so many has shown; -1: none yet."""
     return max((int(n) for kind, c in out for n in re.findall(rf"\b(\d+)/{most}\b", json.dumps(c.get("data", {})))), default=-1)
+
+
+def stopping(kernel, most, step):
+    """A Kernel.run's `during` that presses Stop once a bar of so many steps has shown this one, and the clocks that began with it."""
+    pressed = []
+
+    def press(out):
+        if not pressed and step_of(out, most) >= step:
+            pressed.append(Clock())
+            kernel.manager.interrupt_kernel()
+    return press, pressed
 
 
 def environment(how="", engine=FAKE):

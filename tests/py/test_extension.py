@@ -3,8 +3,7 @@ import json
 import time
 
 import pytest
-from clock import Clock
-from front_end import Kernel, python, step_of
+from front_end import Kernel, python, step_of, stopping
 
 
 @pytest.fixture(scope="module")
@@ -187,13 +186,7 @@ def test_inspection(kernel):
 
 
 def test_stop_and_resume(kernel):
-    pressed = []
-
-    def press(out):
-        if not pressed and step_of(out, 5000) > 1:
-            pressed.append(Clock())
-            kernel.manager.interrupt_kernel()
-
+    press, pressed = stopping(kernel, 5000, 2)
     reply, out = kernel.run("%qlora train --run_name stopped --max_steps 5000", during=press)
     assert reply["status"] == "error" and reply["ename"] == "KeyboardInterrupt", reply
     assert pressed[0].seconds() < 1.5

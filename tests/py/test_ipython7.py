@@ -1,7 +1,6 @@
 """The extension in IPython 7.34 with ipykernel 6.17, as Kaggle has them; without matplotlib, so that curves are SVG."""
 import pytest
-from clock import Clock
-from front_end import BUILD, Kernel, step_of
+from front_end import BUILD, Kernel, stopping
 
 PYTHON = BUILD / "venv-ipython7" / "bin" / "python"
 
@@ -42,13 +41,7 @@ def test_expansion_errors_and_silence(kernel):
 
 
 def test_stop(kernel):
-    pressed = []
-
-    def press(out):
-        if not pressed and step_of(out, 4000) > 0:
-            pressed.append(Clock())
-            kernel.manager.interrupt_kernel()
-
+    press, pressed = stopping(kernel, 4000, 1)
     reply, out = kernel.run("%qlora train --run_name stopped --max_steps 4000", during=press)
     assert reply["ename"] == "KeyboardInterrupt" and "%qlora resume stopped" in reply["evalue"]
     assert pressed[0].seconds() < 1.5
