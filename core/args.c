@@ -77,7 +77,7 @@ static ql_status read_update(const ql_job *job, ql_args *a)
                         (float)ql_job_float(job, "adam_epsilon"), (float)ql_job_float(job, "weight_decay")};
     a->adam_8bit = strstr(optim, "8bit") != NULL;
     a->adam_paged = strncmp(optim, "paged_", 6) == 0 || a->fsdp.offload;
-    /* torch's GradScaler (formats 5.7) */
+    /* the defaults of torch's GradScaler */
     a->clip = (ql_clip){.max_norm = (float)ql_job_float(job, "max_grad_norm"), .growth_factor = 2, .backoff_factor = 0.5f, .growth_interval = 2000};
     a->loss_scale = 65536;
     a->unshifted = is(job, "loss_denominator", "hf_unshifted");

@@ -1,4 +1,4 @@
-/* What a run records: transformers' log_history and trainer_state.json, key for key (formats 5.8). */
+/* What a run records: transformers' log_history and trainer_state.json, key for key. */
 #ifndef QL_HISTORY_H
 #define QL_HISTORY_H
 

@@ -1,4 +1,4 @@
-/* The order in which examples are trained on: Hugging Face's, bit for bit (formats: "Data order"). */
+/* The order in which examples are trained on: Hugging Face's, bit for bit. */
 #ifndef QL_SAMPLER_H
 #define QL_SAMPLER_H
 

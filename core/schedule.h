@@ -1,4 +1,4 @@
-/* Learning-rate schedules as transformers has them (formats 5.2): a factor of the base rate at every executed step. */
+/* Learning-rate schedules as transformers has them: a factor of the base rate at every executed step. */
 #ifndef QL_SCHEDULE_H
 #define QL_SCHEDULE_H
 

@@ -32,7 +32,7 @@ typedef struct {
 
 enum { QL_MAX_PARTS = 16 };
 
-/* A blockwise 4-bit matrix (bitsandbytes' layout, formats: flat blocks of `block` weights, row-major, two
+/* A blockwise 4-bit matrix (bitsandbytes' layout: flat blocks of `block` weights, row-major, two
  * weights a byte, first in the high nibble) in up to QL_MAX_PARTS pieces, as ranks hold it. Piece p holds
  * the flat weights [p·part, min((p+1)·part, N·K)); part is a multiple of block·block2 (of block if not
  * nested). value(e) = code[nibble(e)] · scale(e/block), one fp32 multiply;
@@ -107,7 +107,7 @@ typedef struct {
     int64_t n_lr;
 } ql_clip;
 
-typedef enum { QL_ADAM_TORCH, QL_ADAM_BNB } ql_adam_kind; /* formats 5.5; 1.7 */
+typedef enum { QL_ADAM_TORCH, QL_ADAM_BNB } ql_adam_kind; /* the order of operations: torch.optim.AdamW's, or bitsandbytes' */
 typedef struct {
     ql_adam_kind kind;
     float beta1, beta2, eps, weight_decay;
@@ -149,10 +149,10 @@ struct ql_ops {
     /* out[i] (w[i].rows, w[i].cols; any ld ≥ cols) = dequantised w[i], for n ≤ 8 matrices in one launch. */
     ql_status (*nf4_dequant)(const ql_queue *q, const ql_tensor *out, const ql_nf4 *w, int n);
     /* in (N, K) float, contiguous, N·K = cols of a flat piece → packed (1, ⌈NK/2⌉) U8, absmax (1, ⌈NK/64⌉) F32;
-     * block 64, the NF4 code of formats 1.1-1.3 (r = 1/absmax: rcp.approx.ftz on CUDA, 1.0f/x on the CPU). */
+     * block 64, the number of midpoints between codes that x·r lies above (r = 1/absmax: rcp.approx.ftz on CUDA, 1.0f/x on the CPU). */
     ql_status (*nf4_quant)(const ql_queue *q, ql_tensor packed, ql_tensor absmax, ql_tensor in);
     /* Second level: absmax (1, n) F32 → code (1, n) U8, absmax2 (1, ⌈n/256⌉) F32 with the 256-entry table code2
-     * (formats 1.4; a' = absmax − offset). */
+     * (the entry that bitsandbytes' binary search finds for (absmax − offset)/absmax2). */
     ql_status (*scale_quant)(const ql_queue *q, ql_tensor code, ql_tensor absmax2, ql_tensor absmax, ql_tensor code2,
                              float offset);
 
@@ -213,11 +213,11 @@ struct ql_ops {
     ql_status (*norm_parts)(const ql_queue *q, ql_tensor part, ql_tensor g);
     /* From the partials of ALL blocks, combined as `sum` does: norm = √Σ / loss_scale; skipped = scaling and not finite;
      * coef = max_norm > 0 ? min(1, max_norm/(norm + 1e-6)) : 1; mul = coef/loss_scale; lr = table[steps]; then steps, skips and GradScaler's
-     * scale and growth are advanced (formats 5.7). mul uses the scale before the update. */
+     * scale and growth are advanced. mul uses the scale before the update. */
     ql_status (*clip)(const ql_queue *q, ql_ctl *ctl, ql_tensor part, const ql_clip *c);
     /* One AdamW step on p with gradient g·mul; nothing if ctl->skipped. t = ctl->steps. */
     ql_status (*adamw)(const ql_queue *q, ql_tensor p, ql_tensor m, ql_tensor v, ql_tensor g, const ql_ctl *ctl, const ql_adam *a);
-    /* Blockwise 8-bit states (formats 1.7): m8, v8 (1, n) U8 with absmax m2, v2 (1, n/256) F32; code1 signed, code2 unsigned (256). */
+    /* bitsandbytes' blockwise 8-bit states: m8, v8 (1, n) U8 with absmax m2, v2 (1, n/256) F32; code1 signed, code2 unsigned (256). */
     ql_status (*adamw8)(const ql_queue *q, ql_tensor p, ql_tensor m8, ql_tensor v8, ql_tensor m2, ql_tensor v2, ql_tensor g,
                         ql_tensor code1, ql_tensor code2, const ql_ctl *ctl, const ql_adam *a);
 

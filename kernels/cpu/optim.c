@@ -15,7 +15,7 @@ QL_CPU_OP(norm_parts, ql_tensor part, ql_tensor g)
     return QL_OK;
 }
 
-/* GradScaler's rule (formats 5.7). */
+/* torch's GradScaler.update. */
 static void update_scale(ql_ctl *ctl, const ql_clip *c)
 {
     if (ctl->skipped) {

@@ -123,7 +123,7 @@ void run_finite(ctx *c, const op_case *p)
 
 /* ---- 4-bit weights --------------------------------------------------------------------------- */
 
-/* The NF4 code (formats 1.1) and a sorted table of 256, signed or not, shaped like the dynamic map.
+/* The NF4 code and a sorted table of 256, signed or not, shaped like the dynamic map.
  */
 static const double nf4_code[16] = {-1.0,
                                     -0.6961928009986877,
@@ -142,7 +142,7 @@ static const double nf4_code[16] = {-1.0,
                                     0.7229568362236023,
                                     1.0};
 
-/* formats 1.5: signed or unsigned map, ascending. */
+/* bitsandbytes' dynamic map, signed or unsigned, ascending. */
 void dynamic_map(double *code, bool is_signed)
 {
     int n = 0;

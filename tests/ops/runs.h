@@ -5,7 +5,7 @@
 #include "tests/ops/ops.h"
 #include "tests/ops/ref.h"
 
-void dynamic_map(double *code, bool is_signed); /* formats 1.5: 256 values, ascending */
+void dynamic_map(double *code, bool is_signed); /* bitsandbytes' map: 256 values, ascending */
 
 #define R(name) void run_##name(ctx *c, const op_case *p)
 R(convert);
