@@ -431,8 +431,8 @@ static json_t *text_bracketed(const char *text)
 static json_t *text_json(const ql_setting *s, const char *text)
 {
     static const char *const lists[] = {"target_modules", "exclude_modules", "layers_pattern", "layers_to_transform", "llm_int8_skip_modules",
-                                        "data_files"};
-    bool list = false;
+                                        "data_files", "device_memory"};
+    bool list = false, one = strcmp(s->name, "data_files") == 0 || strcmp(s->name, "device_memory") == 0; /* one alone is no list */
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) list |= strcmp(s->name, lists[i]) == 0;
     if (among("true|yes|on", text)) return json_true();
     if (among("false|no|off", text)) return json_false();
@@ -440,7 +440,7 @@ static json_t *text_json(const ql_setting *s, const char *text)
         json_t *v = json_loads(text, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, NULL);
         return v || !list || *text != '[' ? v : text_bracketed(text);
     }
-    if (list && *text && strcmp(text, "all-linear") && (strcmp(s->name, "data_files") || strchr(text, ','))) {
+    if (list && *text && strcmp(text, "all-linear") && (!one || strchr(text, ','))) {
         json_t *v = text_list(text);
         if (v) return v;
     }

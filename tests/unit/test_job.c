@@ -96,6 +96,10 @@ TEST(values_in_every_form)
     CHECK_STR(ql_job_str(j, "target_modules"), ".*\\.(q|v)_proj");
     CHECK_OK(ql_job_set_text(j, "target_modules", "all-linear"));
     CHECK_STR(ql_job_str(j, "target_modules"), "all-linear");
+    CHECK_OK(ql_job_set_text(j, "device_memory", "15GiB, 12GiB"));
+    CHECK_STR(json_string_value(json_array_get(ql_job_get(j, "device_memory"), 1)), "12GiB");
+    CHECK_OK(ql_job_set_text(j, "device_memory", "15 GiB"));
+    CHECK_STR(ql_job_str(j, "device_memory"), "15 GiB");
     CHECK_OK(ql_job_set_text(j, "layers_to_transform", "0,3"));
     CHECK_INT(json_integer_value(json_array_get(ql_job_get(j, "layers_to_transform"), 1)), 3);
     CHECK_OK(ql_job_set_text(j, "fp16", "True"));
