@@ -173,17 +173,6 @@ typedef struct {
     ql_str text;
 } gen;
 
-/* Whole characters only: a token may end inside one. */
-static size_t whole(const char *s, size_t n)
-{
-    size_t k = n, back = 0;
-    while (back < 4 && k > 0 && ((unsigned char)s[k - 1] & 0xc0) == 0x80) k--, back++;
-    if (k == 0) return n;
-    unsigned char c = (unsigned char)s[k - 1];
-    size_t need = c >= 0xf0 ? 4 : c >= 0xe0 ? 3 : c >= 0xc0 ? 2 : 1;
-    return need > back + 1 ? k - 1 : n;
-}
-
 static ql_status on_token(void *user, int i)
 {
     gen *g = user;
@@ -191,7 +180,7 @@ static ql_status on_token(void *user, int i)
     if (!g->tok) return QL_OK;
     g->text.len = 0;
     QL_TRY(ql_tok_decode(g->tok, out->data, out->len, 0, &g->text));
-    size_t n = whole(g->text.data, g->text.len), from = g->said[i];
+    size_t n = ql_tok_steady(g->text.data, g->text.len), from = g->said[i];
     if (n <= from) return QL_OK;
     g->said[i] = n;
     json_t *s = json_stringn(g->text.data + from, n - from);

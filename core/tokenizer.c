@@ -677,6 +677,12 @@ out:
     return st;
 }
 
+size_t ql_tok_steady(const char *text, size_t n)
+{
+    while (n >= 3 && memcmp(text + n - 3, "\xef\xbf\xbd", 3) == 0) n -= 3;
+    return n;
+}
+
 const char *ql_tok_bytes(const ql_tok *t, int32_t id, size_t *n)
 {
     return ql_bpe_bytes(t->bpe, id, n);

@@ -28,7 +28,9 @@ ql_status ql_tok_normalize(const ql_tok *t, const char *text, size_t n, ql_str *
 uint64_t ql_tok_hash(const ql_tok *t); /* of what tokenizer.json says; 0 for NULL */
 /* Appends text; ill-formed UTF-8 becomes U+FFFD. Unknown ids are left out. */
 ql_status ql_tok_decode(const ql_tok *t, const int32_t *ids, size_t n, unsigned flags, ql_str *out);
-/* The bytes of one token, for streaming: a character may span tokens. NULL: no such id. */
+/* How much of a decoded text tokens to come leave as it is: a character may span tokens, and is U+FFFD until it is whole. */
+size_t ql_tok_steady(const char *text, size_t n);
+/* The bytes of one token. NULL: no such id. */
 const char *ql_tok_bytes(const ql_tok *t, int32_t id, size_t *n);
 
 int32_t ql_tok_size(const ql_tok *t); /* highest id + 1 */

@@ -133,6 +133,26 @@ TEST(white_space_is_taken_once)
     ql_tok_close(t);
 }
 
+/* Text that is shown token by token, as far as it stands, is the whole text in the end. */
+TEST(text_that_comes_token_by_token)
+{
+    static const char text[] = "na\xc3\xafve \xe6\x97\xa5\xe6\x9c\xac \xf0\x9f\x91\xa8\xe2\x80\x8d\xf0\x9f\x91\xa9 \xef\xbf\xbd!";
+    ql_tok *t = NULL;
+    ql_ids ids = {0};
+    ql_str shown = {0}, now = {0};
+    CHECK_OK(ql_tok_open("tests/text/data/qwen", &t));
+    CHECK_OK(ql_tok_encode(t, text, strlen(text), 0, &ids));
+    CHECK(ids.len > 12); /* characters in pieces */
+    for (size_t i = 1; i <= ids.len; i++) {
+        ql_str_clear(&now);
+        CHECK_OK(ql_tok_decode(t, ids.data, i, 0, &now));
+        size_t n = ql_tok_steady(now.data, now.len);
+        if (n > shown.len) CHECK_OK(ql_str_add(&shown, now.data + shown.len, n - shown.len));
+    }
+    CHECK_STR(shown.data, text);
+    ql_tok_close(t), ql_ids_free(&ids), ql_str_free(&shown), ql_str_free(&now);
+}
+
 /* A word of a million letters: the heap, not the quadratic scan. */
 TEST(a_very_long_word)
 {
@@ -184,5 +204,5 @@ TEST(what_ends_an_answer)
 
 TEST_MAIN(T(ids_equal_the_library_llama), T(ids_equal_the_library_qwen),
           T(ids_equal_the_library_flags), T(what_is_not_supported_is_named),
-          T(broken_files_are_refused), T(white_space_is_taken_once), T(a_very_long_word), T(names_come_from_the_configuration),
+          T(broken_files_are_refused), T(white_space_is_taken_once), T(text_that_comes_token_by_token), T(a_very_long_word), T(names_come_from_the_configuration),
           T(what_ends_an_answer))
