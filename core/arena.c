@@ -12,6 +12,7 @@ const char *ql_cat_name(ql_cat c)
 ql_status ql_arena_take(ql_arena *a, ql_cat cat, int64_t bytes, void **out)
 {
     if (bytes < 0 || bytes > INT64_MAX / 4) QL_FAIL(QL_EINTERNAL, "arena: %lld bytes asked for", (long long)bytes);
+    if (a->used > INT64_MAX / 2) QL_FAIL(QL_ENOMEM, "this job needs more than %lld PiB on each device", (long long)(INT64_MAX / 2 >> 50));
     bytes = ql_round_up(bytes, ALIGN);
     if (a->base && a->used + bytes > a->size)
         QL_FAIL(QL_EINTERNAL, "arena: %s needs %lld bytes at %lld of %lld", ql_cat_name(cat), (long long)bytes,

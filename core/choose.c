@@ -104,24 +104,34 @@ static void set_cached(chooser *c, int n)
 
 /* ---- where weights rest ----------------------------------------------------------------------- */
 
+static int count_fixed(const chooser *c)
+{
+    int n = 0;
+    for (int l = 0; l < c->s->choice.layers; l++) n += c->fixed[l];
+    return n;
+}
+
 static void pick_store(chooser *c)
 {
     const ql_fsdp *f = &c->args->fsdp;
     ql_choice *ch = &c->s->choice;
-    int n = ch->layers;
+    int n = ch->layers, open = n - count_fixed(c);
     int64_t device = 0, host = 0, sharded = 0;
+    const char *which = open < n ? "every other layer" : "every layer";
+    if (!open) return; /* all as set */
     if (f->offload) {
         store_all(c, QL_STORE_HOST, 0, n);
-        say(c->why, "host: cpu_offload, every layer streams from one pinned copy");
+        say(c->why, "host: cpu_offload, %s streams from one pinned copy", which);
         return;
     }
     if (f->mode == QL_FSDP_ON && !ql_plan_piped(ch)) {
         store_all(c, f->reshard && ch->world > 1 ? QL_STORE_SHARDED : QL_STORE_RESIDENT, 0, n);
         if (ch->world > 1 && f->reshard)
-            say(c->why, "sharded: fsdp, each of %d devices holds 1/%d of every layer", ch->world, ch->world);
+            say(c->why, "sharded: fsdp, each of %d devices holds 1/%d of %s", ch->world, ch->world, which);
+        else if (ch->world > 1)
+            say(c->why, "resident: fsdp with reshard_after_forward false keeps %s gathered", which);
         else
-            say(c->why, ch->world > 1 ? "resident: fsdp with reshard_after_forward false keeps every layer gathered"
-                                      : "resident: one device, there is nothing to shard");
+            say(c->why, "resident: one device, there is nothing to shard");
         return;
     }
     store_all(c, QL_STORE_RESIDENT, 0, n);
@@ -156,8 +166,10 @@ static void pick_store(chooser *c)
     int stay = fits(c) ? most(c, 0, n, set_stay) : -1;
     c->host_later = 0;
     if (stay < 0) return;
-    say(c->why, "%d layers %s, %d streamed from host memory (auto: the most that fits in %.2f GiB)", stay,
-        ch->world > 1 && !ql_plan_piped(ch) ? "sharded" : "resident", n - stay, gib(c->place->capacity));
+    int away = 0;
+    for (int l = 0; l < n; l++) away += !c->fixed[l] && ch->store[l] == QL_STORE_HOST;
+    say(c->why, "%d layers %s, %d streamed from host memory (auto: the most that fits in %.2f GiB)", open - away,
+        ch->world > 1 && !ql_plan_piped(ch) ? "sharded" : "resident", away, gib(c->place->capacity));
 }
 
 /* ---- activations ------------------------------------------------------------------------------ */
@@ -222,18 +234,11 @@ static void pick_keep(chooser *c)
     }
 }
 
-static int some_fixed(const chooser *c)
-{
-    for (int l = 0; l < c->s->choice.layers; l++)
-        if (c->fixed[l]) return 1;
-    return 0;
-}
-
 /* What is left over keeps layers dequantised: nothing of them is decoded again. */
 static void pick_cache(chooser *c)
 {
     ql_choice *ch = &c->s->choice;
-    if (c->place->arch == 0 || c->args->fsdp.mode != QL_FSDP_AUTO || c->args->fsdp.offload || some_fixed(c)) return;
+    if (c->place->arch == 0 || c->args->fsdp.mode != QL_FSDP_AUTO || c->args->fsdp.offload || count_fixed(c)) return;
     for (int l = 0; l < ch->layers; l++)
         if (ch->store[l] != QL_STORE_RESIDENT || (l >= ch->first && ch->keep[l] != QL_KEEP_ALL)) return;
     int n = most(c, 0, ch->layers, set_cached);
@@ -253,7 +258,9 @@ static ql_status fixed_stores(chooser *c)
             QL_FAIL(QL_EINVAL, "layer %d: store sharded shares a layer among devices, a pipeline gives it to one: resident, resident16 or host, "
                     "or --pipeline off", l);
     }
-    if (some_fixed(c)) say(c->why, "store as set");
+    int fixed = count_fixed(c);
+    if (fixed == ch->layers) say(c->why, "store as set");
+    else if (fixed) say(c->why, "store of %d layers as set", fixed);
     return QL_OK;
 }
 

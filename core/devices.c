@@ -72,7 +72,6 @@ ql_status ql_devices_pick(const ql_args *a, const json_t *probe, const char *mis
         strcpy(backend, "cuda");
     } else {
         p.world = a->devices.kind == QL_DEVICES_CPU && a->devices.count ? a->devices.count : 1;
-        if (p.world > QL_MAX_WORLD) QL_FAIL(QL_ENOSUP, "devices: %d CPU ranks, at most %d work together: --devices cpu:%d", p.world, (int)QL_MAX_WORLD, (int)QL_MAX_WORLD);
         p.capacity = a->device_memory[0] ? a->device_memory[0] : ql_host_free() * 8 / 10 / p.world;
         p.bf16 = 1;
         for (int i = 0; i < p.world; i++) device[i] = 0;

@@ -11,7 +11,7 @@ ql_status ql_setting_read(const ql_setting *s, json_t *given, json_t **out) QL_M
 ql_status ql_setting_parse(const ql_setting *s, const char *text, json_t **out) QL_MUST_USE;
 
 /* ---- devices: "auto", "0,1", "cuda", "cuda:0,1", "cpu", "cpu:4" ---- */
-enum { QL_MAX_DEVICES = 64 };
+enum { QL_MAX_DEVICES = 8 }; /* of a job, one rank each */
 typedef enum { QL_DEVICES_AUTO, QL_DEVICES_CPU, QL_DEVICES_CUDA } ql_devices_kind;
 typedef struct {
     ql_devices_kind kind;

@@ -338,7 +338,7 @@ int64_t ql_mem_host_rank(const ql_mem *m)
     const ql_spec *s = m->spec;
     int64_t bytes = 0, h = s->rows * s->model->cfg.hidden * (int64_t)ql_dtype_size(s->res);
     for (int64_t l = m->lo; l < m->hi; l++)
-        if (s->choice.train && s->choice.save[l]) bytes += m->flights * h;
+        if (s->choice.train && s->choice.save[l]) bytes = ql_min64(bytes + m->flights * h, INT64_MAX / 64); /* no machine has that: enough to say so */
     if (s->choice.train && s->state_host) bytes += s->state == QL_ADAM_F32 ? 8 * m->shard : 2 * m->shard + m->shard / 32;
     return bytes;
 }

@@ -40,7 +40,7 @@ typedef struct {
  * stage recomputes for the next backward before its gradient arrives. One rank alone runs them as a loop. */
 typedef enum { QL_LOOP, QL_BREADTH, QL_PIPE, QL_PIPE_AHEAD, QL_SCHEDULES } ql_schedule;
 
-enum { QL_MAX_LAYERS = 256, QL_MAX_WORLD = 8, QL_MAX_ACCUM = 4096, QL_GATHER_SLOTS = 2 };
+enum { QL_MAX_LAYERS = 256, QL_MAX_WORLD = QL_MAX_DEVICES, QL_MAX_ACCUM = 4096, QL_GATHER_SLOTS = 2 };
 
 /* What the planner decides; the same on every rank. */
 typedef struct {

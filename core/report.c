@@ -233,7 +233,7 @@ static ql_status question_open(const ql_job *job, const json_t *devices, questio
     const char *dir = ql_job_str(job, "output_dir");
     memset(q, 0, sizeof *q);
     QL_TRY(ql_args_from_job(job, &q->args));
-    QL_TRY(ql_devices_pick(&q->args, devices, "see `info`", &q->place, q->backend, q->device));
+    QL_TRY(ql_devices_pick(&q->args, devices, "see `info`; `plan --on 2xT4` is for GPUs that are not here", &q->place, q->backend, q->device));
     if (!ql_job_str(job, "data")) return QL_OK;
     QL_TRY(ql_path_join(cache, dir ? dir : "runs", ".cache"));
     if (ql_path_mkdirs(cache) != QL_OK || ql_prepare(job, cache, NULL, NULL, &q->data) != QL_OK) ql_error_clear();

@@ -77,8 +77,16 @@ static ql_status open_data(ql_task *t, const ql_task_inputs *in)
         s->docs = pack ? DOCS_WITHOUT_DATA * a->batch : a->batch;
     }
     s->docs = ql_round_up(s->docs, 16);
+    /* Positions and rows are 32-bit numbers. */
+    if (s->rows > INT32_MAX)
+        QL_FAIL(QL_ENOSUP, "a micro-batch of %lld tokens: at most %d. A smaller --per_device_train_batch_size, --per_device_eval_batch_size or "
+                "--max_length", (long long)s->rows, (int)INT32_MAX);
     int64_t samples = t->train ? ql_dataset_size(t->train) : a->batch * a->accumulation * in->place.world;
-    return ql_steps_plan(a, samples, in->place.world, &t->steps);
+    QL_TRY(ql_steps_plan(a, samples, in->place.world, &t->steps));
+    if (t->steps.group > QL_MAX_ACCUM)
+        QL_FAIL(QL_ENOSUP, "--gradient_accumulation_steps %lld on %d devices are %lld micro-batches a step: at most %d. A larger "
+                "--per_device_train_batch_size makes fewer", (long long)a->accumulation, in->place.world, (long long)t->steps.group, (int)QL_MAX_ACCUM);
+    return QL_OK;
 }
 
 static void fill_spec(ql_task *t, const ql_task_inputs *in)

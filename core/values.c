@@ -79,6 +79,13 @@ static ql_status bad_devices(const char *text)
             QL_MAX_DEVICES);
 }
 
+static ql_status devices_fit(const ql_devices *d)
+{
+    if (d->count <= QL_MAX_DEVICES) return QL_OK;
+    QL_FAIL(QL_ENOSUP, "devices: %d %s, at most %d work together: --devices %s", d->count, d->kind == QL_DEVICES_CPU ? "CPU ranks" : "GPUs", QL_MAX_DEVICES,
+            d->kind == QL_DEVICES_CPU ? "cpu:8" : "0,1,2,3,4,5,6,7");
+}
+
 /* Digits alone, up to 4 of them. */
 static bool small_number(const char **p, int *out)
 {
@@ -102,7 +109,8 @@ ql_status ql_devices_parse(const char *text, ql_devices *out)
             p++;
             if (!small_number(&p, &d.count)) return bad_devices(text);
         }
-        if (*p || d.count < 1 || d.count > QL_MAX_DEVICES) return bad_devices(text);
+        if (*p || d.count < 1) return bad_devices(text);
+        QL_TRY(devices_fit(&d));
         *out = d;
         return QL_OK;
     }
@@ -119,14 +127,16 @@ ql_status ql_devices_parse(const char *text, ql_devices *out)
         int i;
         while (*p == ' ') p++;
         if (strncmp(p, "cuda:", 5) == 0) p += 5; /* cuda:0,cuda:1 */
-        if (d.count >= QL_MAX_DEVICES || !small_number(&p, &i)) return bad_devices(text);
-        for (int k = 0; k < d.count; k++)
+        if (!small_number(&p, &i)) return bad_devices(text);
+        for (int k = 0; k < d.count && k < QL_MAX_DEVICES; k++)
             if (d.index[k] == i) QL_FAIL(QL_EINVAL, "devices: GPU %d is named twice in '%.60s'", i, text);
-        d.index[d.count++] = i;
+        if (d.count < QL_MAX_DEVICES) d.index[d.count] = i;
+        d.count++;
         while (*p == ' ') p++;
         if (*p == 0) break;
         if (*p++ != ',') return bad_devices(text);
     }
+    QL_TRY(devices_fit(&d));
     *out = d;
     return QL_OK;
 }

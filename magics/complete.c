@@ -83,6 +83,25 @@ static void offer_choices(json_t *out, const char *choices, const char *prefix)
     }
 }
 
+static int takes(const ql_setting *s, const char *word)
+{
+    ql_job *job = NULL;
+    int yes = ql_job_new(&job) == QL_OK && ql_job_set_text(job, s->name, word) == QL_OK;
+    ql_error_clear();
+    ql_job_free(job);
+    return yes;
+}
+
+/* Of a setting's words those that it does not refuse. */
+static void offer_words(json_t *out, const ql_setting *s, const char *words, const char *prefix)
+{
+    json_t *all = json_array(), *w;
+    size_t i;
+    offer_choices(all, words, prefix);
+    json_array_foreach(all, i, w) if (takes(s, json_string_value(w))) json_array_append(out, w);
+    json_decref(all);
+}
+
 static void offer_verbs(json_t *out, const char *prefix)
 {
     int n;
@@ -117,9 +136,9 @@ static void offer_arg(ql_magics *m, json_t *out, ql_arg kind, const char *choice
 static void offer_setting(ql_magics *m, json_t *out, const ql_setting *s, const char *prefix)
 {
     if (s->type == QL_SET_BOOL)
-        offer_choices(out, "true|false", prefix);
+        offer_words(out, s, "true|false", prefix);
     else if (s->choices)
-        offer_choices(out, s->choices, prefix);
+        offer_words(out, s, s->choices, prefix);
     else if (strcmp(s->name, "adapter") == 0)
         offer_arg(m, out, QL_ARG_RUN, NULL, prefix);
     else if (strcmp(s->name, "devices") == 0) {
@@ -128,7 +147,7 @@ static void offer_setting(ql_magics *m, json_t *out, const ql_setting *s, const 
                                  : m->devices,
                      *d;
         size_t i;
-        offer_choices(out, "auto|cpu|cpu:2", prefix);
+        offer_words(out, s, "auto|cpu|cpu:2", prefix);
         json_array_foreach((json_t *)list, i, d)
         {
             char number[24];
@@ -136,12 +155,12 @@ static void offer_setting(ql_magics *m, json_t *out, const ql_setting *s, const 
             if (strcmp(ql_jstr(d, "backend", ""), "cuda") == 0) offer(out, prefix, number);
         }
     } else if (strcmp(s->name, "fsdp") == 0 || strcmp(s->name, "store") == 0) {
-        offer_choices(out,
-                      s->name[0] == 'f' ? "auto|true|false|full_shard"
-                                        : "auto|resident|resident16|sharded|host",
-                      prefix);
+        offer_words(out, s,
+                    s->name[0] == 'f' ? "auto|true|false|full_shard"
+                                      : "auto|resident|resident16|sharded|host",
+                    prefix);
     } else if (strcmp(s->name, "target_modules") == 0) {
-        offer_choices(out, "all-linear|q_proj,v_proj|q_proj,k_proj,v_proj,o_proj", prefix);
+        offer_words(out, s, "all-linear|q_proj,v_proj|q_proj,k_proj,v_proj,o_proj", prefix);
     } else if (strcmp(s->group, "data") == 0 && s->type == QL_SET_STR &&
                strchr("dec", s->name[0])) {
         offer_arg(m, out, QL_ARG_DATA, NULL, prefix);

@@ -37,7 +37,7 @@ TEST(what_is_set_arrives)
     CHECK_OK(ql_args_from_job(j, &a));
     CHECK(a.dtype == QL_F16 && a.adam.kind == QL_ADAM_BNB && a.adam_8bit && a.adam_paged && a.data_seed == 7);
     CHECK(a.checkpointing == QL_PICK_YES && a.residual_dtype == QL_F32 && a.breadth == QL_PICK_NO);
-    CHECK(a.device_memory[0] == (int64_t)15 << 30 && a.device_memory[1] == (int64_t)22 << 30 && a.device_memory[9] == (int64_t)22 << 30);
+    CHECK(a.device_memory[0] == (int64_t)15 << 30 && a.device_memory[1] == (int64_t)22 << 30 && a.device_memory[7] == (int64_t)22 << 30);
     CHECK(a.devices.kind == QL_DEVICES_CPU && a.devices.count == 1);
     CHECK(a.load_best && a.track_best && a.order == QL_ORDER_SEQUENTIAL);
     ql_job_free(j);

@@ -418,6 +418,11 @@ TEST(forms)
     CHECK_FAILS(ql_devices_parse("", &d), QL_EINVAL, "devices");
     CHECK_FAILS(ql_devices_parse("0,", &d), QL_EINVAL, "devices");
     CHECK_FAILS(ql_devices_parse("cpu:99999999999", &d), QL_EINVAL, "devices");
+    CHECK_OK(ql_devices_parse("cpu:8", &d));
+    CHECK_OK(ql_devices_parse("0,1,2,3,4,5,6,15", &d));
+    CHECK(d.count == 8 && d.index[7] == 15);
+    CHECK_FAILS(ql_devices_parse("cpu:9", &d), QL_ENOSUP, "9 CPU ranks, at most 8");
+    CHECK_FAILS(ql_devices_parse("0,1,2,3,4,5,6,7,8,9", &d), QL_ENOSUP, "10 GPUs, at most 8");
 
     json_t *s = json_string("0-2:resident, 5:host");
     CHECK_OK(ql_store_parse(s, 8, k));

@@ -291,6 +291,39 @@ TEST(completion)
     ql_magics_close(m);
 }
 
+TEST(completion_offers_nothing_that_is_refused)
+{
+    ql_magics_options o = {0};
+    ql_magics *m;
+    const ql_setting *s;
+    int n = ql_settings(&s), offered = 0;
+    CHECK_OK(ql_magics_open(&o, &host, &m));
+    for (int i = 0; i < n; i++) {
+        char line[128];
+        json_t *all, *w;
+        size_t k;
+        if (s[i].type != QL_SET_CHOICE && s[i].type != QL_SET_BOOL && strcmp(s[i].group, "memory") &&
+            strcmp(s[i].name, "devices"))
+            continue; /* others are offered files and names */
+        snprintf(line, sizeof line, "%%qlora config --%s ", s[i].name);
+        all = ql_magics_complete(m, line);
+        json_array_foreach(all, k, w)
+        {
+            ql_job *job;
+            const char *word = json_string_value(w);
+            if (strncmp(word, "--", 2) == 0) continue;
+            CHECK_OK(ql_job_new(&job));
+            CHECK_OK(ql_job_set_text(job, s[i].name, word));
+            ql_job_free(job);
+            offered++;
+        }
+        json_decref(all);
+    }
+    CHECK(offered > 100 && offers(m, "config --reduce_dtype f", "float32") &&
+          !offers(m, "config --reduce_dtype f", "float16"));
+    ql_magics_close(m);
+}
+
 TEST_MAIN(T(tables), T(tables_wrap_at_80_columns), T(plan_view), T(data_view), T(data_view_marks_characters),
           T(views_survive_any_report), T(live_view), T(live_lines), T(verbs_are_complete),
-          T(completion))
+          T(completion), T(completion_offers_nothing_that_is_refused))

@@ -5,6 +5,7 @@
 #include "core/rank.h"
 #include "core/task.h"
 #include "tests/test.h"
+#include "tests/tmp.h"
 
 #include <time.h>
 
@@ -355,7 +356,91 @@ TEST(printed_plans_are_golden)
     }
 }
 
+/* The largest settings there are: refused by number, or every size a size. */
+TEST(sizes_do_not_wrap)
+{
+    static const char config[] =
+        "{\"architectures\": [\"LlamaForCausalLM\"], \"model_type\": \"llama\", \"hidden_size\": 1048576, \"intermediate_size\": 4194304, "
+        "\"num_attention_heads\": 4096, \"num_key_value_heads\": 4096, \"head_dim\": 128, \"num_hidden_layers\": 256, \"vocab_size\": 128256, "
+        "\"rms_norm_eps\": 1e-5, \"rope_theta\": 500000.0, \"max_position_embeddings\": 131072, \"torch_dtype\": \"bfloat16\", "
+        "\"tie_word_embeddings\": false, \"hidden_act\": \"silu\", \"bos_token_id\": 1, \"eos_token_id\": 2}";
+    static const char most[] = "{\"per_device_train_batch_size\": 127, \"max_length\": 16777216}";
+    char dir[QL_PATH_MAX], path[QL_PATH_MAX];
+    ql_task *t = NULL;
+    ql_job *job = NULL;
+    json_t *o = NULL, *row;
+    size_t i;
+    CHECK_FAILS(task_of(models[2], "{\"per_device_train_batch_size\": 65536, \"max_length\": 16777216}", 8, 141, &t), QL_ENOSUP,
+                "1099511627776 tokens: at most 2147483647");
+    CHECK_OK(job_of(models[2], most, &job));
+    json_t *dev = devices_of(8, 141, 90);
+    CHECK_OK(ql_plan_report(job, dev, &o));
+    json_array_foreach(json_object_get(o, "alternatives"), i, row)
+        CHECK(json_integer_value(json_object_get(row, "per_device")) > (int64_t)1 << 40 && json_integer_value(json_object_get(row, "host")) >= 0);
+    json_decref(o);
+    json_decref(dev);
+    ql_job_free(job);
+    snprintf(dir, sizeof dir, "%s", tmp_dir("absurd"));
+    CHECK_OK(ql_path_join(path, dir, "config.json"));
+    CHECK_OK(ql_file_save(path, config, strlen(config)));
+    CHECK_FAILS(task_of(dir, most, 8, 141, &t), QL_ENOMEM, "this job needs");
+}
+
+TEST(too_many_micro_batches_are_refused)
+{
+    ql_task *t = NULL;
+    CHECK_FAILS(task_of(models[0], "{\"gradient_accumulation_steps\": 513}", 8, 141, &t), QL_ENOSUP, "4104 micro-batches a step: at most 4096");
+    CHECK_OK(task_of(models[0], "{\"gradient_accumulation_steps\": 512}", 8, 141, &t));
+    ql_task_close(t);
+}
+
+/* What a job names must be there; --on plans for what is not. */
+TEST(devices_that_are_not_there_are_refused)
+{
+    ql_job *job = NULL;
+    json_t *none = json_array(), *one = devices_of(1, 80, 90), *eight = devices_of(8, 80, 90), *o = NULL;
+    CHECK_OK(job_of(models[0], "{\"devices\": \"gpu:7\"}", &job));
+    CHECK_FAILS(ql_plan_report(job, none, &o), QL_ENOSUP, "no CUDA device here: see `info`; `plan --on");
+    CHECK_FAILS(ql_plan_report(job, one, &o), QL_EINVAL, "no CUDA device 7 (there are 1");
+    CHECK_OK(ql_plan_report(job, eight, &o));
+    json_decref(o);
+    ql_job_free(job);
+    json_decref(none);
+    json_decref(one);
+    json_decref(eight);
+}
+
+static const char *reason(const ql_task *t, const char *part)
+{
+    for (int i = 0; i < t->why.n; i++)
+        if (strstr(t->why.text[i], part)) return t->why.text[i];
+    return NULL;
+}
+
+TEST(reasons_are_true_of_layers_that_were_set)
+{
+    ql_task *t = NULL;
+    CHECK_OK(task_of(models[0], "{\"store\": \"host\", \"fsdp\": true}", 2, 80, &t));
+    CHECK(reason(t, "store as set") && !reason(t, "sharded") && !reason(t, "resident"));
+    ql_task_close(t);
+    CHECK_OK(task_of(models[0], "{\"store\": \"host\"}", 2, 80, &t));
+    CHECK(reason(t, "store as set") && !reason(t, "resident"));
+    ql_task_close(t);
+    CHECK_OK(task_of(models[0], "{\"store\": \"0-7:host\", \"fsdp\": true}", 2, 80, &t));
+    CHECK(reason(t, "store of 8 layers as set") && reason(t, "1/2 of every other layer"));
+    ql_task_close(t);
+    CHECK_OK(task_of(models[2], "{\"store\": \"0-9:resident\"}", 2, 80, &t));
+    CHECK(reason(t, "store of 10 layers as set"));
+    int away = 0, left = 0;
+    char said[64];
+    for (int l = 10; l < t->spec.choice.layers; l++) away += t->spec.choice.store[l] == QL_STORE_HOST, left += t->spec.choice.store[l] != QL_STORE_HOST;
+    snprintf(said, sizeof said, "%d layers sharded, %d streamed", left, away);
+    CHECK_MSG(away > 0 && reason(t, said), "not said: %s", said);
+    ql_task_close(t);
+}
+
 TEST_MAIN(T(large_models_are_planned_in_under_a_second), T(plans_fit_as_the_arithmetic_says), T(auto_finds_what_fits),
           T(the_null_backend_counts_what_was_planned),
           T(operations_are_those_of_the_model), T(stages_hold_the_model_once), T(bubbles_are_those_of_the_arithmetic),
-          T(auto_takes_a_pipeline_for_a_reason), T(printed_plans_are_golden))
+          T(auto_takes_a_pipeline_for_a_reason), T(printed_plans_are_golden), T(sizes_do_not_wrap), T(too_many_micro_batches_are_refused), T(devices_that_are_not_there_are_refused),
+          T(reasons_are_true_of_layers_that_were_set))
