@@ -116,6 +116,17 @@ out:
     return st;
 }
 
+/* A run's job as it is now: what goes on with its last checkpoint. */
+static ql_status save_job(const ql_worker *w, const char *run)
+{
+    char path[QL_PATH_MAX];
+    json_t *job = ql_job_json(w->task->job);
+    ql_status st = job ? ql_path_join(path, run, "job.json") : ql_fail(QL_ENOMEM, "no memory for a job");
+    if (st == QL_OK) st = ql_json_save(path, job);
+    json_decref(job);
+    return st;
+}
+
 ql_status ql_save_checkpoint(ql_worker *w, const char *run, ql_history *h, char path[QL_PATH_MAX])
 {
     ql_ckpt_state s;
@@ -129,6 +140,7 @@ ql_status ql_save_checkpoint(ql_worker *w, const char *run, ql_history *h, char 
     QL_GO(ql_rank_get_adapters(w->rank, s.adapters));
     if (w->p->rank == 0) {
         QL_GO(ql_ckpt_save(run, &of, &s, h, path));
+        QL_GO(save_job(w, run));
         QL_GO(ql_ckpt_rotate(run, w->task->args.save_total_limit, ql_history_best_path(h)));
     } else {
         snprintf(name, sizeof name, "checkpoint-%lld", (long long)step);
@@ -146,22 +158,17 @@ ql_status ql_save_final(ql_worker *w, const char *run, ql_history *h)
     const ql_task *t = w->task;
     ql_status st = QL_OK;
     float *flat = NULL;
-    char path[QL_PATH_MAX];
-    json_t *job = NULL;
     ql_rank_at(w->rank, QL_AT_SAVING);
     flat = calloc((size_t)t->lora->elements, 4);
-    job = ql_job_json(t->job);
-    if (!flat || !job) QL_GO(ql_fail(QL_ENOMEM, "no host memory for the adapter"));
+    if (!flat) QL_GO(ql_fail(QL_ENOMEM, "no host memory for the adapter"));
     QL_GO(ql_rank_get_adapters(w->rank, flat));
     if (w->p->rank != 0) goto out;
     QL_GO(ql_path_mkdirs(run));
     QL_GO(ql_lora_save(t->lora, flat, t->args.save_dtype, run));
     QL_GO(ql_history_save(h, run));
-    QL_GO(ql_path_join(path, run, "job.json"));
-    QL_GO(ql_json_save(path, job));
+    QL_GO(save_job(w, run));
 out:
     free(flat);
-    json_decref(job);
     return st;
 }
 

@@ -7,6 +7,7 @@
 #include "core/devices.h"
 #include "core/file.h"
 #include "core/generate.h"
+#include "core/json.h"
 #include "core/launch.h"
 #include "core/merge.h"
 #include "core/prepare.h"
@@ -361,6 +362,19 @@ static ql_status open_log(session *s, const json_t *command)
     return ql_events_log(s->out, path);
 }
 
+/* A fresh run's job, for whoever asks about the run before its first checkpoint. Of a run that goes on it stays what the checkpoint has. */
+static ql_status note_job(const json_t *command, const ql_job *job)
+{
+    const char *run = json_string_value(json_object_get(command, "run"));
+    char path[QL_PATH_MAX];
+    if (!run || !is(json_string_value(json_object_get(command, "cmd")), "train") || json_object_get(command, "resume")) return QL_OK;
+    json_t *o = ql_job_json(job);
+    ql_status st = o ? ql_path_join(path, run, "job.json") : ql_fail(QL_ENOMEM, "no memory for a job");
+    if (st == QL_OK) st = ql_json_save(path, o);
+    json_decref(o);
+    return st;
+}
+
 static ql_status run_command(session *s, json_t *command)
 {
     ql_job *job = NULL;
@@ -375,6 +389,7 @@ static ql_status run_command(session *s, json_t *command)
     json_object_set_new(command, "place", json_pack("{s:i,s:I,s:I,s:i,s:b}", "world", s->place.world, "capacity", (json_int_t)s->place.capacity,
                                                     "host", (json_int_t)s->place.host, "arch", s->place.arch, "bf16", s->place.bf16));
     QL_GO(place(s, command, &data));
+    QL_GO(note_job(command, job));
     QL_GO(run_on_ranks(s, command));
 out:
     ql_job_free(job);

@@ -80,8 +80,8 @@ def test_missing_engine(tmp_path):
     assert r.returncode == 1 and "/nowhere/qlora-engine does not start: No such file" in r.stderr
 
 
-def start(tmp_path, text, how):
-    p = subprocess.Popen([str(BUILD / "qlora")], cwd=tmp_path, env=environment(how), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+def start(tmp_path, text, how, engine=FAKE):
+    p = subprocess.Popen([str(BUILD / "qlora")], cwd=tmp_path, env=environment(how, engine), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                          stderr=subprocess.PIPE, text=True)
     p.stdin.write(text)
     p.stdin.close()
@@ -307,3 +307,22 @@ def test_evaluation_data_by_name(tmp_path):
     r = shell("config --eval_dataset mine.jsonl --save c.json\nconfig --eval_dataset no.jsonl\n", tmp_path)
     assert "eval_dataset: no data 'no.jsonl': there is no such file, folder or variable" in r.stderr
     assert json.loads((tmp_path / "c.json").read_text())["eval_dataset"] == "mine.jsonl"
+
+
+def test_a_stopped_run_goes_on_with_its_own_settings(tmp_path):
+    """Settings of train's own line hold for the run: resume has them, also in another notebook."""
+    text = "load tiny\ndata tiny\ntrain --max_steps 100000 --max_length 64 --learning_rate 3e-4 --save_steps 1 --save_total_limit 2\n"
+    p = start(tmp_path, text, "", REAL)
+    wait_for(p, "step ")
+    job = json.loads((tmp_path / "runs/run-1/job.json").read_text())
+    assert job["max_steps"] == 100000 and job["learning_rate"] == 3e-4
+    wait_for(p, "checkpoint ")
+    p.send_signal(signal.SIGINT)
+    err = p.stderr.read()
+    assert p.wait(30) == 130
+    step = int(err.split("stopped at step ")[1].split(";")[0])
+    r = shell(f"resume run-1 --max_steps {step + 1}\nconfig --load runs/run-1/job.json --save c.json\n", tmp_path, engine=REAL)
+    assert r.returncode == 0 and f"! max_steps: 100000 in the checkpoint, {step + 1} now" in r.stdout, r.stdout + r.stderr
+    assert r.stdout.count("in the checkpoint") == 1
+    job = json.loads((tmp_path / "c.json").read_text())
+    assert job["max_steps"] == step + 1 and job["learning_rate"] == 3e-4 and job["save_total_limit"] == 2
