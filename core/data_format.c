@@ -44,9 +44,10 @@ static ql_row_kind recognise(const json_t *row, const char *text_field)
     if (json_is_array(prompt) && json_is_array(completion)) return QL_ROW_COMPLETION;
     if (is_list_of(messages, "from") || is_list_of(talk, "from")) return QL_ROW_SHAREGPT;
     if (json_is_array(messages)) return QL_ROW_MESSAGES;
-    if (is_list_of(talk, "role")) return QL_ROW_MESSAGES;
+    /* A text made from other columns (instruction and output, conversations) stands beside them and is what is meant; TRL takes it too. */
+    if (!json_is_string(text) && is_list_of(talk, "role")) return QL_ROW_MESSAGES;
     if (prompt && completion) return QL_ROW_COMPLETION; /* the row says what is wrong with it */
-    if (json_is_string(json_object_get(row, "instruction")) && json_object_get(row, "output"))
+    if (!json_is_string(text) && json_is_string(json_object_get(row, "instruction")) && json_object_get(row, "output"))
         return QL_ROW_ALPACA;
     if (!json_is_string(text)) return QL_ROW_UNKNOWN;
     const char *s = json_string_value(text);

@@ -3,7 +3,10 @@ import os
 import pathlib
 import sys
 
+import peft
 import pytest
+import safetensors.torch
+import torch
 import transformers
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
@@ -237,3 +240,98 @@ def test_what_cannot_be():
         trainer(train_dataset=rows().to_iterable_dataset()).train()
     with pytest.raises(qlora.Error, match="nothing is trained yet"):
         trainer().save_model("x")
+
+
+def test_what_trl_took_itself_before():
+    """The notebooks of many: a TrainingArguments, the rest beside it; a collator that only pads."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    args = dict(use_cpu=True, max_steps=2, learning_rate=1e-3, logging_steps=1, report_to="none", save_strategy="no")
+    data = [{"body": f"{i} cats sat on {i} mats and " * 9} for i in range(16)]
+    a = trainer(args=TrainingArguments("a", **args), train_dataset=data, dataset_text_field="body", max_seq_length=32, packing=False, dataset_num_proc=2,
+                tokenizer=tokenizer, data_collator=transformers.DataCollatorForSeq2Seq(tokenizer))
+    assert a.job["max_length"] == 32 and a.job["dataset_text_field"] == "body" and a.job["packing"] is False
+    assert [x.partition("=")[0] for x in a.job.ignored] == ["dataset_num_proc", "data_collator"]
+    b = trainer(args=SFTConfig("b", bf16=False, dataset_text_field="body", max_length=32, **{**args, "gradient_checkpointing": False, "per_device_train_batch_size": 8}),
+                train_dataset=data)
+    a.train(), b.train()
+    assert a.run.loss == b.run.loss
+    with pytest.raises(qlora.Error, match="NEFTune"):
+        trainer(neftune_noise_alpha=5)
+    with pytest.raises(qlora.Error, match="takes no data_collator"):
+        trainer(data_collator=lambda rows: rows)
+
+
+def test_hints_and_what_would_be_silent():
+    job = qlora.from_transformers(sft(max_length=None, average_tokens_across_devices=False, train_sampling_strategy="group_by_length",
+                                      auto_find_batch_size=True, remove_unused_columns=False, dataset_kwargs={"skip_prepare_dataset": True}))
+    assert sorted(x.partition("=")[0] for x in job.ignored) == ["auto_find_batch_size", "average_tokens_across_devices", "dataset_kwargs", "max_length",
+                                                                "train_sampling_strategy"]
+    job.apply()
+    with pytest.raises(qlora.Error, match="task_type='SEQ_CLS': only CAUSAL_LM is trained"):
+        qlora.from_transformers(LoraConfig(task_type="SEQ_CLS"))
+    with pytest.raises(qlora.Error, match="peft_type='IA3': only LORA is trained"):
+        qlora.from_transformers(peft.IA3Config())
+
+
+def test_the_column_that_is_named_is_what_is_trained():
+    """A text made from instruction and output stands beside them; so does one beside role/content conversations. As in TRL."""
+    texts = [f"### {i} cats\n### {i} mats" for i in range(16)]
+    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 16
+    runs = [trainer(args=sft(output_dir=f"out-{name}"), train_dataset=Dataset.from_dict({"text": texts, **more}))
+            for name, more in (("a", {}), ("b", {"instruction": ["x"] * 16, "output": ["y"] * 16}), ("c", {"conversations": chats}))]
+    for t in runs:
+        t.train()
+    assert runs[0].run.loss == runs[1].run.loss == runs[2].run.loss
+
+
+def test_formatting_func_of_a_batch():
+    """TRL's older examples loop over the columns' lists; on a row alone such a function loops over letters."""
+    def batch(rows):
+        return [f"{rows['q'][i]}\n{rows['a'][i]}" for i in range(len(rows["q"]))]
+
+    data = [{"q": f"question {i}", "a": f"answer {i}"} for i in range(32)]
+    data[3]["a"] = "short"
+    a = trainer(train_dataset=data, formatting_func=batch)
+    b = trainer(args=sft(output_dir="out-b"), train_dataset=data, formatting_func=lambda r: f"{r['q']}\n{r['a']}")
+    a.train(), b.train()
+    assert a.run.loss == b.run.loss
+    with pytest.raises(qlora.Error, match="must give a row's text; it gave a int"):
+        trainer(args=sft(output_dir="c"), train_dataset=data, formatting_func=lambda r: 1).train()
+    with pytest.raises(KeyError, match="nowhere"):
+        trainer(args=sft(output_dir="c"), train_dataset=data, formatting_func=lambda r: r["nowhere"]).train()
+
+
+def test_the_model_afterwards(folder):
+    """model.save_pretrained and model.generate are what notebooks do next: a PeftModel has the trained weights, a name can be saved."""
+    lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(TINY), lora)
+    t = qlora.SFTTrainer(model, args=sft(), train_dataset=rows())
+    t.train()
+    assert t.model is model
+    model.save_pretrained("handed")
+    t.save_model("saved")
+    mine, theirs = (safetensors.torch.load_file(folder / f / "adapter_model.safetensors") for f in ("saved", "handed"))
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+    assert any(v.abs().sum() > 0 for k, v in theirs.items() if "lora_B" in k)
+    named = trainer(args=sft(output_dir="named"))
+    named.train()
+    named.model.save_pretrained("from-name")
+    assert (folder / "from-name" / "adapter_model.safetensors").exists() and named.model == TINY
+    with pytest.raises(AttributeError, match="name here and has no generate"):
+        named.model.generate()
+    with pytest.warns(UserWarning, match="only its name counts"):
+        qlora.SFTTrainer(transformers.AutoModelForCausalLM.from_pretrained(TINY), args=sft(), train_dataset=rows(), peft_config=lora)
+
+
+def test_a_cell_that_is_run_again(capsys):
+    """A second run stands beside the first; resume_from_checkpoint=True goes on with the newest of this output_dir, to where args say."""
+    for _ in range(2):
+        t = trainer()
+        t.train()
+    assert t.run.path.name == "out-2" and "out holds a run already: this one is out-2" in capsys.readouterr().out
+    trainer(args=sft(output_dir="other")).train()
+    on = trainer(args=sft(max_steps=8, lr_scheduler_type="constant"))
+    out = on.train(resume_from_checkpoint=True)
+    assert on.run.path.name == "out-2" and out.global_step == 8
+    with pytest.raises(qlora.Error):
+        trainer(args=sft(output_dir="none")).train(resume_from_checkpoint=True)

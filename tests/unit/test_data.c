@@ -231,6 +231,10 @@ TEST(rows_become_masked_ids)
           "[<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n]");
     SHOWS("qwen", "{\"instruction\":\"add\",\"input\":\"1 1\",\"output\":\"2\"}",
           "<|im_start|>user\nadd\n\n1 1<|im_end|>\n<|im_start|>assistant\n[2<|im_end|>\n]");
+    /* A text made from them stands beside them: as TRL takes it. */
+    SHOWS("qwen", "{\"instruction\":\"add\",\"output\":\"2\",\"text\":\"add: 2\"}", "[add: 2<|im_end|>]");
+    SHOWS("qwen", "{\"conversations\":[{\"role\":\"user\",\"content\":\"hi\"}],\"text\":\"said: hi\"}", "[said: hi<|im_end|>]");
+    SHOWS("qwen", "{\"prompt\":\"2+2=\",\"completion\":\" 4\",\"text\":\"x\"}", "2+2=[ 4<|im_end|>]");
     SHOWS("qwen", "{\"text\":\"<human>: hi <bot>: yo\"}", "[<human>: hi <bot>: yo<|im_end|>]");
     /* A token that reaches over the border is the completion's. */
     SHOWS("qwen", "{\"prompt\":\"x  \",\"completion\":\"42\"}", "x[  42<|im_end|>]");

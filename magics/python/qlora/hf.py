@@ -21,7 +21,15 @@ from . import Error, _clean, _core, _rows, _write_rows, run
 
 # Set by transformers itself, or by this module in another way.
 ELSEWHERE = {"formatting_func", "resume_from_checkpoint", "model_init_kwargs", "hub_token", "push_to_hub_token", "push_to_hub", "hub_model_id",
-             "hub_private_repo", "do_train", "do_eval"}
+             "hub_private_repo", "do_train", "do_eval", "remove_unused_columns"}
+# Hints for speed: without them the same is learnt, so a notebook that gives them runs.
+HINTS = {"group_by_length": "the order is the seed's alone; padding is not computed with here, so nothing is lost",
+         "auto_find_batch_size": "what does not fit is refused before it runs, with settings that fit"}
+# What TRL's trainer took itself before SFTConfig did; many notebooks still hand it over so.
+FORMER = {"dataset_text_field", "max_seq_length", "packing", "eval_packing", "dataset_num_proc", "dataset_batch_size", "dataset_kwargs",
+          "neftune_noise_alpha", "num_of_sequences", "chars_per_token"}
+# Collators that pad and copy tokens to labels, which the engine does itself.
+COLLATORS = {"DataCollatorForLanguageModeling", "DataCollatorForSeq2Seq", "DataCollatorWithPadding", "DefaultDataCollator"}
 
 
 class Job(dict):
@@ -91,28 +99,45 @@ def from_transformers(*configs):
     job, known, refused = Job(), _known(), []
     for config in configs:
         for name, value, default in _fields(config) if config is not None else ():
-            setting = known.get(name)
-            if name in ELSEWHERE:
-                continue
-            if name in ("fsdp", "fsdp_config"):
-                value, default = _fsdp(name, value), _fsdp(name, default)
-                if not value:
-                    continue  # nothing said: the planner chooses where the base rests
-            if setting is None:
-                if value != default:
-                    job.ignored.append(f"{name}={value!r}: unknown to this engine")
-            elif setting["refused"]:
-                if value != default and value not in (None, False, {}, []):
-                    refused.append(f"{name}={value!r}: {setting['refused']}")
-            elif setting["note"]:
-                if value != default and "always" not in setting["note"]:
-                    job.ignored.append(f"{name}={value!r}: {setting['note']}")
-            elif value is not None:
-                job[setting["name"]] = value
+            _take(job, known.get(name), name, value, default, refused)
     _settle(job)
     if refused:
         raise Error("this engine cannot do: " + "; ".join(refused))
     return job
+
+
+def _take(job, setting, name, value, default, refused):
+    """One argument: into the job, its list of what has no effect, or the list of what cannot be done."""
+    if name in ELSEWHERE:
+        return
+    if name in ("fsdp", "fsdp_config"):
+        value, default = _fsdp(name, value), _fsdp(name, default)
+        if not value:
+            return  # nothing said: the planner chooses where the base rests
+    if name == "train_sampling_strategy" and value == "group_by_length":
+        job.ignored.append(f"{name}={value!r}: {HINTS[value]}")
+    elif name == "dataset_kwargs":
+        if value:
+            job.ignored.append(f"{name}={value!r}: rows with input_ids are taken as they are, text as the tokenizer's own settings say")
+    elif name == "max_length" and value is None and value != default:
+        job.ignored.append("max_length=None: samples are cut at 1,024 tokens; say the length of the longest (memory is planned for it)")
+    elif name in ("task_type", "peft_type"):
+        if value not in (None, default, "CAUSAL_LM", "LORA") or name == "peft_type" and value not in (None, "LORA"):
+            refused.append(f"{name}={value!r}: only {'CAUSAL_LM' if name == 'task_type' else 'LORA'} is trained")
+    elif setting is None:
+        if value != default:
+            job.ignored.append(f"{name}={value!r}: unknown to this engine")
+    elif name in HINTS:
+        if value:
+            job.ignored.append(f"{name}={value!r}: {HINTS[name]}")
+    elif setting["refused"]:
+        if value != default and value not in (None, False, {}, []):
+            refused.append(f"{name}={value!r}: {setting['refused']}")
+    elif setting["note"]:
+        if value != default and ("always" not in setting["note"] or value is False):
+            job.ignored.append(f"{name}={value!r}: {setting['note']}")
+    elif value is not None:
+        job[setting["name"]] = value
 
 
 def _settle(job):
@@ -169,14 +194,24 @@ class SFTTrainer:
         self._init = dict(getattr(args, "model_init_kwargs", None) or {})
         quantization_config = quantization_config or self._init.pop("quantization_config", None)
         self._peft = model if getattr(model, "peft_config", None) and peft_config is None else None
+        loaded = ["model: only its name counts; the object stays as it is, and the memory it takes is not the engine's (del model)"]
+        loaded *= self._peft is None and not isinstance(model, (str, Path))
         self.model_name, peft_config, quantization_config = _model(model, peft_config, quantization_config)
         if isinstance(quantization_config, dict):
             quantization_config = None  # of a file that is in 4 bits already: the engine reads it there
+        former = {k: others.pop(k) for k in sorted(FORMER & set(others))}
+        self._init.update(others.pop("model_init_kwargs", None) or {})
         self.job = from_transformers(args, peft_config, quantization_config)
+        refused = []
+        for name, value in former.items():
+            if value is not None:
+                _take(self.job, _known().get(name), name, _value(value), None, refused)
+        if refused:
+            raise Error("this engine cannot do: " + "; ".join(refused))
         for name in ("dtype", "torch_dtype", "revision"):
             if name in self._init:
                 self.job["dtype" if "dtype" in name else name] = _value(self._init.pop(name))
-        self.job.ignored += [f"model_init_kwargs {k}={v!r}: unknown to this engine" for k, v in self._init.items()]
+        self.job.ignored += loaded + [f"model_init_kwargs {k}={v!r}: unknown to this engine" for k, v in self._init.items()]
         tokenizer = others.pop("processing_class", None) or others.pop("tokenizer", None)
         for name in ("chat_template", "eos_token"):
             if isinstance(getattr(tokenizer, name, None), str):
@@ -184,6 +219,11 @@ class SFTTrainer:
         if tokenizer is not None and getattr(tokenizer, "name_or_path", "") not in ("", self.model_name):
             self.job.ignored.append(f"processing_class={tokenizer.name_or_path!r}: the tokenizer in the model's own folder is read, with this "
                                     "one's chat template and end of text")
+        collator = others.get("data_collator")
+        if type(collator).__name__ in COLLATORS and not getattr(collator, "mlm", False):
+            del others["data_collator"]
+            self.job.ignored.append(f"data_collator={type(collator).__name__}: the engine pads and makes labels itself: padding is never learnt, "
+                                    "the end of a text always")
         for name, value in others.items():
             if value is not None and not (isinstance(value, tuple) and not any(value)):
                 raise Error(f"SFTTrainer takes no {name}: the engine makes batches, optimizer and schedule from args")
@@ -194,9 +234,12 @@ class SFTTrainer:
         self._follow = _Follower(args, callbacks)
         self.state, self.control = self._follow.state, self._follow.control
 
-    def _prepare(self):
-        """Model, settings and data as the verbs take them."""
+    def _prepare(self, fresh=False):
+        """Model, settings and data as the verbs take them. A fresh run never overwrites one: a cell that is run again trains beside it."""
         job = {"data": None, "eval_dataset": None, **self.job}  # a reset keeps the notebook's own data
+        if fresh and job.get("output_dir") and _runs(job["output_dir"]):
+            old, job["output_dir"] = job["output_dir"], _free(job["output_dir"])
+            print(f"{old} holds a run already: this one is {job['output_dir']}")
         folder = Path(job.get("output_dir") or "runs").parent
         for name, rows in (("train", self.train_dataset), ("eval", self.eval_dataset)):
             if rows is not None:
@@ -219,20 +262,22 @@ class SFTTrainer:
             raise Error(f"{name}_dataset is a {type(rows).__name__}: a Dataset, a list of dicts, a DataFrame or a file's path is needed")
         if self._format is not None:
             field = self.job.get("dataset_text_field", "text")
-            found = ({field: text} for row in found for text in _texts(self._format(row)))
+            found = ({field: _text(self._format, row)} for row in found)
         return _write_rows(name, found, folder)["path"]
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         if trial is not None:
             raise Error("SFTTrainer.train takes no trial: a search over settings is a loop of trainers")
         resume = resume_from_checkpoint if resume_from_checkpoint is not None else getattr(self.args, "resume_from_checkpoint", None)
-        self._prepare()
+        if resume is True and "output_dir" in self.job:
+            resume = (_runs(self.job["output_dir"]) or [self.job["output_dir"]])[-1]
+        self._prepare(fresh=not resume)
         self._follow.begin()
         began = time.monotonic()
         _core.listen(self._follow.event)
         try:
             if resume:
-                self.run = run("resume", *([] if resume is True else [resume]))
+                self.run = run("resume", *([] if resume is True else [resume]), **self._further(resume))
             else:
                 self.run = run("train")
         except _core.Stopped:
@@ -242,6 +287,7 @@ class SFTTrainer:
         finally:
             _core.listen(None)
         self._follow.end()
+        self._hand_back()
         last = next((r for r in reversed(self.state.log_history) if "train_runtime" in r), None)
         if last is None:  # stopped: no last record is written
             last = {"train_runtime": round(time.monotonic() - began, 4), "epoch": self.state.epoch}
@@ -251,6 +297,27 @@ class SFTTrainer:
             losses = [x for x in self.run.loss if x is not None]
             loss = sum(losses) / len(losses) if losses else None
         return TrainOutput((self.state.global_step, loss, metrics))
+
+    def _further(self, resume):
+        """How far a resumed run goes where args say another end than it was started with."""
+        path = Path("." if resume is True else resume)
+        path = path.parent if path.name.startswith("checkpoint-") else path
+        try:
+            was = json.loads((path / "job.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return {k: self.job[k] for k in ("max_steps", "num_train_epochs") if k in self.job and self.job[k] != was.get(k, self.job[k])}
+
+    def _hand_back(self):
+        """A PeftModel that was handed over gets what was trained: what is done with it next is done with that."""
+        if self._peft is None or not self.state.global_step:
+            return
+        from peft import set_peft_model_state_dict
+        from safetensors.torch import load_file
+        with tempfile.TemporaryDirectory() as made:
+            run("save", made, run=self._trained())
+            set_peft_model_state_dict(self._peft, load_file(Path(made) / "adapter_model.safetensors"),
+                                      adapter_name=getattr(self._peft, "active_adapter", "default"))
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         if self.run is None:
@@ -315,7 +382,36 @@ class SFTTrainer:
 
     @property
     def model(self):
-        return self.model_name
+        """The PeftModel that was handed over, else the model's name, which can save_pretrained what was trained."""
+        if self._peft is not None:
+            return self._peft
+        name = _Name(self.model_name)
+        name.trainer = self
+        return name
+
+
+class _Name(str):
+    def save_pretrained(self, save_directory, **others):
+        self.trainer.save_model(save_directory)
+
+    def __getattr__(self, name):
+        raise AttributeError(f"trainer.model is a name here and has no {name}: trainer.save_model('adapter'), then "
+                             f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({str(self)!r}), 'adapter')")
+
+
+def _runs(output_dir):
+    """Runs that output_dir and its namesakes (out, out-2 …) hold, the newest last."""
+    path = Path(output_dir)
+    found = [p for p in [path, *path.parent.glob(path.name + "-*")]
+             if (p == path or p.name[len(path.name) + 1:].isdigit()) and (p / "events.jsonl").exists()]
+    return [str(p) for p in sorted(found, key=lambda p: (p / "events.jsonl").stat().st_mtime_ns)]
+
+
+def _free(output_dir):
+    n = 2
+    while Path(f"{output_dir}-{n}").exists():
+        n += 1
+    return f"{output_dir}-{n}"
 
 
 def last_run():
@@ -323,8 +419,23 @@ def last_run():
     return _result(_core.last())
 
 
-def _texts(made):
-    return [made] if isinstance(made, str) else list(made)
+def _text(function, row):
+    """A row's text by formatting_func, which takes a row and gives text, or takes a batch (columns as lists) and gives a list."""
+    try:
+        made = function(row)
+    except (TypeError, IndexError, KeyError, AttributeError) as error:
+        made = error
+    if isinstance(made, str):
+        return made
+    try:
+        batch = function({k: [v] for k, v in row.items()})
+    except Exception:
+        batch = None
+    if isinstance(batch, (list, tuple)) and len(batch) == 1 and isinstance(batch[0], str):
+        return batch[0]
+    if isinstance(made, Exception):
+        raise made
+    raise Error(f"formatting_func must give a row's text; it gave a {type(made).__name__}")
 
 
 def _model(model, peft_config, quantization_config):
