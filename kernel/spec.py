@@ -11,10 +11,15 @@ here = Path(__file__).resolve().parent
 logos = here / "logos"
 
 
+def xeus():
+    """Its header. What was built here (kaggle/xeus.sh) goes before the distribution's, as it does for the compiler; Ubuntu has another version."""
+    places = os.environ.get("XEUS_PREFIX", "/usr/local:/usr").split(":")
+    return next((f for p in places if (f := Path(p, "include", "xeus", "xeus.hpp")).exists()), None)
+
+
 def missing():
     """Why the kernel cannot be built for this Python, or ''."""
-    header = next((f for d in ("/usr/include", "/usr/local/include")
-                   if (f := Path(d, "xeus", "xeus.hpp")).exists()), None)
+    header = xeus()
     found = dict(re.findall(r"define XEUS_VERSION_(\w+) (\d+)", header.read_text())) if header else {}
     if not found:
         return "xeus 2.4 was not found (Debian 12: apt-get install xeus-dev; not in Ubuntu)"
@@ -37,7 +42,8 @@ def make():
     print(f"KERNEL_WHY := {missing()}")
     print(f"KERNEL_TAG := {sysconfig.get_config_var('SOABI')}-{abs(hash_text(sys.base_prefix)) % 10000:04d}")
     print(f"KERNEL_CFLAGS := {' '.join('-isystem ' + i for i in sorted(include))}")
-    print(f"KERNEL_LIBS := -L{library_dir()} -Wl,-rpath,{library_dir()} -l{library}")
+    beside = f"-L{xeus().parents[2] / 'lib'} " if xeus() and xeus().parents[2] != Path("/usr") else ""  # else the linker looks in /usr/lib first
+    print(f"KERNEL_LIBS := {beside}-L{library_dir()} -Wl,-rpath,{library_dir()} -l{library}")
 
 
 def hash_text(text):

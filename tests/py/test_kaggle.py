@@ -126,3 +126,17 @@ def test_shipped_clean():
     assert "TINY = False" in "".join(parameters["source"])
     metadata = json.loads((ROOT / "kaggle" / "kernel-metadata.json").read_text())
     assert metadata["machine_shape"] == "NvidiaTeslaT4" and metadata["code_file"] == PAGE.name and metadata["enable_internet"]
+
+
+def test_xeus_that_was_built_here_goes_first(tmp_path):
+    """Ubuntu's own, another version, may lie beside it."""
+    def asked(*prefixes):
+        return subprocess.run([PYTHON, ROOT / "kernel" / "spec.py", "make"], capture_output=True, text=True, check=True,
+                              env=dict(os.environ, XEUS_PREFIX=":".join(str(tmp_path / p) for p in prefixes))).stdout
+
+    for place, major, minor in (("built", 2, 4), ("ubuntu", 1, 0)):
+        (tmp_path / place / "include" / "xeus").mkdir(parents=True)
+        (tmp_path / place / "include" / "xeus" / "xeus.hpp").write_text(f"#define XEUS_VERSION_MAJOR {major}\n#define XEUS_VERSION_MINOR {minor}\n")
+    assert "KERNEL_WHY := xeus is 1.0" in asked("none", "ubuntu")
+    assert "xeus is" not in asked("built", "ubuntu") and f"KERNEL_LIBS := -L{tmp_path / 'built' / 'lib'} " in asked("built", "ubuntu")
+    assert "xeus is 1.0" in asked("ubuntu", "built"), "the first is what the compiler takes"
