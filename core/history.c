@@ -128,7 +128,7 @@ ql_status ql_history_eval(ql_history *h, const ql_eval_record *r, int *best)
     bad |= put_speed(o, "eval", r->seconds, (double)r->samples, (double)r->batches, -1);
     QL_TRY(append(h, o, bad, -1));
     *best = 0;
-    if (!h->args->track_best || !isfinite(r->loss)) return QL_OK;
+    if (!h->args->track_best || !isfinite(r->loss) || !h->done) return QL_OK; /* before the first step there is nothing to save */
     if (h->has_best && !(h->args->greater_is_better ? r->loss > h->best : r->loss < h->best)) return QL_OK;
     h->has_best = true;
     h->best = r->loss;

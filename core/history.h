@@ -29,7 +29,7 @@ typedef struct {
     double loss, seconds;
     int64_t samples, batches;
 } ql_eval_record;
-/* {"eval_loss", "eval_runtime", …}. *best: this is the best so far, by what metric_for_best_model asks (0 when nothing is tracked). */
+/* {"eval_loss", "eval_runtime", …}. *best: this is the best so far since the first step, by what metric_for_best_model asks (0 when nothing is tracked). */
 ql_status ql_history_eval(ql_history *h, const ql_eval_record *r, int *best) QL_MUST_USE;
 /* The steps made so far are evaluated. */
 bool ql_history_evaluated(const ql_history *h);

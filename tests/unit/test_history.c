@@ -195,6 +195,29 @@ TEST(losses_that_are_none)
     close_run(&r);
 }
 
+/* As in transformers: eval_on_start is a record, and no model that could be the best. */
+TEST(the_best_is_one_that_was_trained)
+{
+    json_t *job = json_loads("{\"max_steps\":4,\"eval_on_start\":true,\"eval_strategy\":\"steps\",\"eval_steps\":1,\"eval_dataset\":\"x\","
+                             "\"metric_for_best_model\":\"loss\"}", 0, NULL);
+    static const double losses[] = {1.0, 3.0, 2.0, 2.5};
+    static const int better[] = {0, 1, 1, 0};
+    run r;
+    open_run(&r, job, 8);
+    for (int i = 0; i < 4; i++) {
+        int best = -1;
+        if (i) ql_history_step(r.h, &(ql_step_record){i, 1, 1, 1e-3, 10, 0});
+        CHECK_OK(ql_history_eval(r.h, &(ql_eval_record){.loss = losses[i], .seconds = 1, .samples = 1, .batches = 1}, &best));
+        CHECK_MSG(best == better[i], "evaluation %d", i);
+        CHECK(ql_history_evaluated(r.h));
+    }
+    CHECK_INT(ql_history_best_step(r.h), 2);
+    ql_history_step(r.h, &(ql_step_record){4, 1, 1, 1e-3, 10, 0});
+    CHECK(!ql_history_evaluated(r.h));
+    json_decref(job);
+    close_run(&r);
+}
+
 TEST(broken_states_are_named)
 {
     json_t *job = json_object();
@@ -213,5 +236,5 @@ TEST(broken_states_are_named)
     close_run(&r);
 }
 
-TEST_MAIN(T(records_as_transformers), T(a_resume_at_every_checkpoint_changes_nothing), T(the_file_as_python_writes_it), T(losses_that_are_none),
+TEST_MAIN(T(the_best_is_one_that_was_trained), T(records_as_transformers), T(a_resume_at_every_checkpoint_changes_nothing), T(the_file_as_python_writes_it), T(losses_that_are_none),
           T(broken_states_are_named))
