@@ -1,6 +1,7 @@
 /* JSON as Python writes it: json.dumps(v, indent=2, sort_keys=True) + "\n". */
 #include "core/history.h"
 
+#include <ctype.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -71,6 +72,8 @@ static void add_string(text *t, const char *s)
     char *quoted = v ? json_dumps(v, JSON_ENCODE_ANY | JSON_ENSURE_ASCII) : NULL;
     json_decref(v);
     t->bad |= !quoted;
+    for (char *p = quoted; p && (p = strchr(p, '\\')); p += 2) /* Python's hexadecimal digits are small */
+        for (int i = 2; p[1] == 'u' && i < 6; i++) p[i] = (char)tolower((unsigned char)p[i]);
     if (quoted) add_text(t, quoted);
     free(quoted);
 }

@@ -160,10 +160,10 @@ TEST(the_file_as_python_writes_it)
     }
     json_decref(f);
     json_t *o = json_pack("{s:f,s:f,s:f,s:f,s:f,s:f,s:f,s:s,s:[],s:{},s:n}", "a", 1e-5, "b", 2e-4, "c", 1e16, "d", 123456789012345680.0, "e",
-                          0.1, "f", -0.0, "g", 150000.0, "h", "é\"\n", "i", "j", "k");
+                          0.1, "f", -0.0, "g", 150000.0, "h", "é\"\n\\U\\u00C9\x01", "i", "j", "k");
     char *text = ql_json_python(o);
     CHECK_STR(text, "{\n  \"a\": 1e-05,\n  \"b\": 0.0002,\n  \"c\": 1e+16,\n  \"d\": 1.2345678901234568e+17,\n  \"e\": 0.1,\n  \"f\": -0.0,\n"
-                    "  \"g\": 150000.0,\n  \"h\": \"\\u00E9\\\"\\n\",\n  \"i\": [],\n  \"j\": {},\n  \"k\": null\n}\n");
+                    "  \"g\": 150000.0,\n  \"h\": \"\\u00e9\\\"\\n\\\\U\\\\u00C9\\u0001\",\n  \"i\": [],\n  \"j\": {},\n  \"k\": null\n}\n");
     free(text);
     json_decref(o);
 }
