@@ -113,8 +113,8 @@ static json_t *warnings(const ql_dataset *d, const counts *c, const ql_tok_names
         warn(list, &s, ql_str_printf(&s, "%lld of %lld samples (%.1f %%) were cut to max_length and lose their end",
                                      (long long)cut, (long long)docs, 100.0 * (double)cut / (double)docs));
     if (odd)
-        warn(list, &s, ql_str_printf(&s, "in %lld samples the prompt's tokens are not how the sample begins: a few tokens "
-                                         "at the seam are masked wrongly; end prompts before a space", (long long)odd));
+        warn(list, &s, ql_str_printf(&s, "in %lld samples the prompt's tokens are not how the sample begins: what is trained "
+                                         "on begins where they part, inside the prompt; end prompts before a space", (long long)odd));
     if (c->trained * 20 < ql_dataset_tokens(d))
         warn(list, &s, ql_str_printf(&s, "only %.1f %% of all tokens are trained on",
                                      100.0 * (double)c->trained / (double)ql_dataset_tokens(d)));

@@ -47,9 +47,10 @@ static ql_status add_row(ql_table *r, uint64_t at)
 
 /* ---- finding rows ------------------------------------------------------------------------------ */
 
-static bool blank_line(const char *p, const char *end)
+/* sep: of a table whose empty fields it shows; 0: none. */
+static bool blank_line(const char *p, const char *end, char sep)
 {
-    while (p < end && (*p == ' ' || *p == '\t' || *p == '\r')) p++;
+    while (p < end && *p != sep && (*p == ' ' || *p == '\t' || *p == '\r')) p++;
     return p == end;
 }
 
@@ -65,7 +66,7 @@ static ql_status index_lines(ql_table *r, const source *s)
     while (p < end) {
         const char *e = memchr(p, '\n', (size_t)(end - p));
         if (!e) e = end;
-        if (!blank_line(p, e)) QL_TRY(add_row(r, s->base + (uint64_t)(p - s->map)));
+        if (!blank_line(p, e, 0)) QL_TRY(add_row(r, s->base + (uint64_t)(p - s->map)));
         p = e + 1;
     }
     return QL_OK;
@@ -209,7 +210,7 @@ static ql_status index_csv(ql_table *r, source *s)
     QL_TRY(csv_fields(p, e, sep, s->columns));
     for (p = e; p < end; p = e) {
         e = skip_record(p, end, sep);
-        if (!blank_line(p, e - (e > p && e[-1] == '\n'))) QL_TRY(add_row(r, s->base + (uint64_t)(p - s->map)));
+        if (!blank_line(p, e - (e > p && e[-1] == '\n'), sep)) QL_TRY(add_row(r, s->base + (uint64_t)(p - s->map)));
     }
     return QL_OK;
 }
@@ -387,7 +388,7 @@ ql_status ql_table_push_lines(ql_table *r, const char *lines, size_t n)
     for (const char *p = lines, *end = lines + n; p < end;) {
         const char *e = memchr(p, '\n', (size_t)(end - p));
         if (!e) e = end;
-        if (!blank_line(p, e)) QL_TRY(add_row(r, s->size + (uint64_t)(p - lines)));
+        if (!blank_line(p, e, 0)) QL_TRY(add_row(r, s->size + (uint64_t)(p - lines)));
         p = e + 1;
     }
     s->size += n;

@@ -67,6 +67,10 @@ TEST(formats_are_read)
     CHECK_STR(cell(t, 1, "n,m"), " 2");
     CHECK_STR(cell(t, 2, "text"), "");
     ql_table_close(t);
+    CHECK_OK(open_one(file("a.tsv", "text\tn\n\t\n \n\n\t2\n"), NULL, &t)); /* two rows without a text, two blank lines */
+    CHECK_INT(ql_table_count(t), 2);
+    CHECK_STR(cell(t, 1, "n"), "2");
+    ql_table_close(t);
     /* The mark of Windows' editors is no text, whatever the format. */
     CHECK_OK(open_one(file("m.jsonl", "\xef\xbb\xbf{\"text\":\"one\"}\n"), NULL, &t));
     CHECK_STR(cell(t, 0, "text"), "one");
