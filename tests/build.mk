@@ -58,7 +58,7 @@ tsan:
 	@$(MAKE) --no-print-directory BUILD=build-tsan OPT="-O1 -g -fsanitize=thread -fno-omit-frame-pointer" LDFLAGS="-fsanitize=thread" \
 	    tsan-programs
 tsan-programs: $(TSAN:%=$(BUILD)/tests/%)
-	@OPENBLAS_NUM_THREADS=1 TSAN_OPTIONS="halt_on_error=1 suppressions=tests/tsan.supp $(TSAN_OPTIONS)" tests/run $(TSAN:%=$(BUILD)/tests/%)
+	@TEST_TIMEOUT=$${TEST_TIMEOUT:-1800} OPENBLAS_NUM_THREADS=1 TSAN_OPTIONS="halt_on_error=1 suppressions=tests/tsan.supp $(TSAN_OPTIONS)" tests/run $(TSAN:%=$(BUILD)/tests/%)
 .PHONY: tsan tsan-programs
 
 # tests/fuzz/fuzz_*.c under libFuzzer: `make fuzz FUZZ_TIME=600`, `make fuzz FUZZ=fuzz_config`. Without clang and its

@@ -53,7 +53,8 @@ static ql_status paper(int stages, int m, int keep, ql_schedule schedule, double
 
 static ql_status paper_table(void)
 {
-    printf("On paper: forward, recompute and gradient of a stage take alike, messages nothing.\n\n"
+    printf("Share of the stages' time in which they compute nothing.\n\n"
+           "On paper: forward, recompute and gradient of a stage take alike, messages\nnothing.\n\n"
            "stages  micro-batches  1F1B, all kept  1F1B, recomputed  recompute ahead\n");
     for (int stages = 2; stages <= 4; stages += 2)
         for (int m = 4; m <= 16; m *= 2) {
@@ -205,8 +206,8 @@ static ql_status run(const char *folder, int world, const char *schedule)
     measured m = one_step(world, best);
     mean_times(world, best, &t);
     QL_GO(ql_pipe_run(&task->spec.choice, MICRO, &t, &r));
-    printf("%6d  %-15s  %7.1f ms  %14.1f%%  %7.1f ms  %14.1f%%%s\n", world, schedule, 1e3 * m.seconds, 100 * m.bubble, 1e3 * r.seconds, 100 * r.bubble,
-           world > sysconf(_SC_NPROCESSORS_ONLN) ? "  (clock: more stages than cores)" : "");
+    printf("%6d  %-15s  %9.1f ms%c %7.1f%%  %9.1f ms  %8.1f%%\n", world, schedule, 1e3 * m.seconds,
+           world > sysconf(_SC_NPROCESSORS_ONLN) ? '*' : ' ', 100 * m.bubble, 1e3 * r.seconds, 100 * r.bubble);
     fflush(stdout);
 out:
     ql_ranks_stop(ranks);
@@ -219,14 +220,15 @@ out:
 static ql_status clock_table(const char *folder)
 {
     static const char *const schedules[] = {"1f1b", "recompute_ahead"};
-    printf("\nMeasured: 8 layers of %s, %d micro-batches of 96 tokens, every layer recomputed, one core for a CPU rank, %ld cores; the quickest of %d "
-           "steps.\nThen the same plan on paper with the processor time of that step's actions: as on as many cores, all free.%s\n\n"
-           "                          by the clock                  processor time\n"
-           "stages  pipeline            step  nothing computed       step  nothing computed\n",
-           folder, MICRO, sysconf(_SC_NPROCESSORS_ONLN), STEPS - 1,
-           sysconf(_SC_NPROCESSORS_ONLN) < 4 ? "\nFour stages are more than there are cores: they take turns on them, and the clock's column is no pipeline's." : "");
+    printf("\nMeasured: all layers of %s,\n%d micro-batches of 96 tokens, every layer recomputed, a CPU rank on one of %ld\n"
+           "cores; the quickest of %d steps. Beside it the same plan on paper, with the\n"
+           "processor time of that step's actions: as on as many cores, all free.\n\n"
+           "                              by the clock          by processor time\n"
+           "stages  pipeline                 step      idle          step       idle\n",
+           folder, MICRO, sysconf(_SC_NPROCESSORS_ONLN), STEPS - 1);
     for (int world = 2; world <= 4; world += 2)
         for (size_t i = 0; i < 2; i++) QL_TRY(run(folder, world, schedules[i]));
+    if (sysconf(_SC_NPROCESSORS_ONLN) < 4) printf("* more stages than cores: they take turns, and the clock's is no pipeline\n");
     return QL_OK;
 }
 
