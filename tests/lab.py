@@ -8,6 +8,8 @@ import nbformat
 from playwright.sync_api import sync_playwright
 
 root = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(root / "tests/py"))
+from clock import Clock  # noqa: E402
 build = (root / os.environ.get("BUILD", "build")).resolve()
 screens = build / "screens"
 slow = float(os.environ.get("QLORA_TEST_SLOW", 1))   # for machines that are busy with something else
@@ -19,7 +21,7 @@ def check(what, ok, detail=""):
     print(f"{'ok' if ok else 'not ok'} {what}" + ("" if ok else f": {detail}"), flush=True)
 
 
-def wait_for(condition, seconds=30):
+def wait_for(condition, seconds=60):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         value = condition()
@@ -57,13 +59,13 @@ class Server:
                 return urllib.request.urlopen(self.url + "/api/status", timeout=2).status == 200
             except OSError:
                 return self.process.poll() is not None
-        if not wait_for(up, 60) or self.process.poll() is not None:
+        if not wait_for(up, 300) or self.process.poll() is not None:
             sys.exit(f"JupyterLab did not start: {screens / 'server.log'}")
 
     def close(self):
         self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(15)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
         self.log.close()
@@ -75,8 +77,11 @@ class Notebook:
     def __init__(self, page, url, name, folder=None):
         self.page, self.url, self.folder, self.shots = page, url, folder, 0
         page.goto(f"{url}/lab/tree/{name}?reset")
-        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60000)
-        self.idle(60)
+        page.wait_for_selector(".jp-Notebook .jp-Cell")
+        # Without a kernel the page says "idle", too, and asks for one where a cell is run.
+        name = page.locator(".jp-NotebookPanel-toolbar .jp-KernelName, .jp-NotebookPanel-toolbar .jp-Toolbar-kernelName")
+        wait_for(lambda: name.count() and "No Kernel" not in name.first.inner_text(), 300)
+        self.idle(300)
 
     def shot(self, name):
         self.shots += 1
@@ -144,7 +149,7 @@ class Notebook:
         self.select(self.count() - 1)
         n = self.count()
         self.button("notebook:insert-cell-below")
-        wait_for(lambda: self.count() == n + 1, 5)
+        wait_for(lambda: self.count() == n + 1)
         self.cell(n).locator(".cm-content").click()
         self.page.keyboard.insert_text(source)
         return n
@@ -153,31 +158,32 @@ class Notebook:
 def general(nb):
     """What any Python notebook does."""
     page = nb.page
-    i = nb.add("import time\nh = display(0, display_id=True)\nfor n in range(40):\n    h.update(n); time.sleep(.1)")
+    i = nb.add("import itertools, time\nh = display(0, display_id=True)\nfor n in itertools.count():\n    h.update(n); time.sleep(.1)")
     nb.start(i)
-    values = {nb.output(i) for _ in range(20) if not time.sleep(0.1)}
+    values = set()
+    wait_for(lambda: values.add(nb.output(i)) or len(values) >= 4)
     check("an output changes while its cell runs", len(values) >= 4, values)
-    start = time.monotonic()
+    clock = Clock()
     nb.button("notebook:interrupt-kernel")
-    nb.finish(i, 5 * slow)
-    check("Stop ends the cell in under a second or so", time.monotonic() - start < 2.5 * slow and "KeyboardInterrupt" in nb.output(i), nb.output(i))
+    nb.finish(i)
+    check("Stop ends the cell in under a second or so", clock.seconds() < 2.5 * slow and "KeyboardInterrupt" in nb.output(i), nb.output(i))
     i = nb.add("import mat")
     done = nb.complete(lambda: any("math" in t for t in page.locator(".jp-Completer-item").all_inner_texts()))
     check("Tab completes Python", done, page.locator(".jp-Completer-item").all_inner_texts())
     page.keyboard.press("Escape")
     i = nb.add("len?")
-    nb.run(i, 10)
-    check("`?` shows help", wait_for(lambda: "Return the number of items" in nb.output(i), 5), nb.output(i))
+    nb.run(i)
+    check("`?` shows help", wait_for(lambda: "Return the number of items" in nb.output(i)), nb.output(i))
     i = nb.add("name = input('Who? ')")
     nb.start(i)
     box = page.locator(".jp-Stdin-input")
-    box.wait_for(timeout=10000)
+    box.wait_for()
     box.fill("Ada")
     box.press("Enter")
-    check("input() asks and goes on", nb.finish(i, 10), nb.prompt(i))
+    check("input() asks and goes on", nb.finish(i), nb.prompt(i))
     i = nb.add("import matplotlib.pyplot as plt\nplt.plot([1, 3, 2]);")
-    nb.run(i, 60)
-    check("matplotlib draws inline", wait_for(lambda: nb.cell(i).locator("img[src^='data:image/png']").count() == 1, 5), nb.output(i))
+    nb.run(i)
+    check("matplotlib draws inline", wait_for(lambda: nb.cell(i).locator("img[src^='data:image/png']").count() == 1), nb.output(i))
     nb.select(i).scroll_into_view_if_needed()
     nb.shot("python")
 
@@ -217,13 +223,14 @@ def first_run(nb):
         time.sleep(0.1)
     check("the progress bar moves while training", len(bars) >= 3, bars)
     check("a live table", nb.cell(i).locator(".jp-RenderedHTMLCommon table tr").count() > 2)
-    wait_for(lambda: pictures(i) > 0, 10)
+    wait_for(lambda: pictures(i) > 0)
     check("a live curve", pictures(i) > 0)
     nb.shot("training")
-    begin = time.monotonic()
+    clock = Clock()
     nb.button("notebook:interrupt-kernel")
-    nb.finish(i, 10 * slow)
-    check("Stop answers in about a second", time.monotonic() - begin < 2.5 * slow, f"{time.monotonic() - begin:.1f} s")
+    nb.finish(i)
+    took = clock.seconds()
+    check("Stop answers in about a second", took < 2.5 * slow, f"{took:.1f} s")
     check("Stop turns the cell red", nb.red(i), nb.output(i)[-600:])
     check("Stop names the checkpoint and resume", "checkpoint" in nb.output(i) and "%qlora resume" in nb.output(i), nb.output(i)[-600:])
     nb.select(i)
@@ -243,8 +250,8 @@ def first_run(nb):
     check("Tab completes a verb", nb.complete(lambda: "train" in nb.cell(i).inner_text() + " ".join(nb.page.locator(".jp-Completer-item").all_inner_texts())))
     nb.page.keyboard.press("Escape")
     i = nb.add("%qlora?")
-    nb.run(i, 20)
-    check("`%qlora?` explains", wait_for(lambda: "train" in nb.output(i), 5), nb.output(i)[:600])
+    nb.run(i)
+    check("`%qlora?` explains", wait_for(lambda: "train" in nb.output(i)), nb.output(i)[:600])
     nb.select(i)
     nb.shot("help")
 
@@ -261,13 +268,14 @@ def reopened(nb):
             return None
         last = next(c for c in book.cells if c.source.startswith("%qlora save"))   # Lab saves by itself, too: perhaps before the end
         return book if last.outputs else None
-    book = wait_for(saved, 20)
+    book = wait_for(saved)
     if not book:
         check("the notebook is saved with its outputs", False)
         return
     book.cells[0].source += "\n\nFrom somebody else."   # another content: Jupyter trusts it no more
     nbformat.write(book, nb.folder / "untrusted.ipynb")
     tab = nb.page.context.browser.new_page(viewport=nb.page.viewport_size)
+    tab.set_default_timeout(120000)
     other = Notebook(tab, nb.url, "untrusted.ipynb")
     for verb, what in {"%qlora train": "table", "run = %qlora resume": "table", "%qlora plan": "table"}.items():
         i = next(i for i, c in enumerate(book.cells) if c.source.startswith(verb))
@@ -295,9 +303,12 @@ def restart(nb):
     nb.button("notebook:restart-kernel")
     nb.page.locator(".jp-Dialog .jp-mod-accept").click()
     time.sleep(0.5)
-    nb.idle(30)
+    nb.idle()
     i = nb.add("'name' in globals(), 6 * 7")
-    nb.run(i, 30)
+    for _ in range(10):   # the old kernel may be the one that is idle: what it is sent is lost, or answered from its variables
+        nb.run(i, 15)
+        if "(False, 42)" in nb.output(i):
+            break
     check("the kernel restarts, empty", "(False, 42)" in nb.output(i), nb.output(i))
     nb.shot("restarted")
 
@@ -322,6 +333,7 @@ def main():
             with sync_playwright() as p:
                 browser = p.chromium.launch(executable_path=browser_program, args=["--no-sandbox"])
                 page = browser.new_page(viewport={"width": 1280, "height": 1000})
+                page.context.set_default_timeout(120000)
                 nb = Notebook(page, server.url, "01-first-run.ipynb", folder / "work")
                 nb.shot("opened")
                 for part in (first_run, reopened, general, restart):

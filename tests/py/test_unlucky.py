@@ -2,12 +2,13 @@
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 from clock import Clock, wait_for
-from front_end import BUILD, FAKE, environment, python, shell
+from front_end import BUILD, FAKE, environment, python
 
 SETUP = "import os, signal, sys, qlora\nqlora.run('load', 'tiny'); qlora.run('data', 'tiny'); qlora.run('config', devices='0,1')\n"
 
@@ -82,7 +83,8 @@ except KeyboardInterrupt:
 def engine_of(pid):
     for task in pathlib.Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
-            if FAKE.name.encode() in pathlib.Path(f"/proc/{child}/cmdline").read_bytes():
+            words = pathlib.Path(f"/proc/{child}/cmdline").read_bytes()
+            if FAKE.name.encode() in words and b"--devices" not in words:
                 return int(child)
     return None
 
@@ -209,3 +211,32 @@ def test_folders_of_any_name(tmp_path, folder):
     r = subprocess.run([str(BUILD / "qlora")], input=b"load tiny\ndata tiny\nconfig --devices 0,1\ntrain --max_steps 4\n", cwd=where, env=dict(environment(), HOME=os.fsdecode(where)),
                        capture_output=True)
     assert r.returncode == 0, r.stderr.decode(errors="replace")
+
+
+def shell_process(cwd, text, how="", **env):
+    p = subprocess.Popen([str(BUILD / "qlora")], cwd=cwd, env=dict(environment(how), **env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    p.stdin.write(text)
+    p.stdin.close()
+    return p
+
+
+def test_stop_while_the_engine_starts(tmp_path):
+    p = shell_process(tmp_path, "load tiny\ndata tiny\nconfig --devices 0,1\ntrain\n", "deaf")
+    engine = wait_for(lambda: engine_of(p.pid))
+    assert engine
+    clock = Clock()
+    p.send_signal(signal.SIGINT)
+    assert p.wait(60) == 130 and clock.seconds() < 2
+    assert "stopped while the engine was starting" in p.stderr.read() and wait_for(lambda: ended(engine))
+
+
+def test_stop_while_a_server_says_nothing(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        p = shell_process(tmp_path, "load org/model\n", HF_ENDPOINT=f"http://127.0.0.1:{server.getsockname()[1]}", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")
+        asked, _ = server.accept()
+        with asked:
+            assert asked.recv(1) == b"G"
+            clock = Clock()
+            p.send_signal(signal.SIGINT)
+            assert p.wait(60) == 130 and clock.seconds() < 2
+            assert "stopped" in p.stderr.read()
