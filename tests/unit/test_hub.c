@@ -94,7 +94,7 @@ static void file_request(int fd, const char *path, const char *request)
     else if (strstr(path, "stall") && first) {
         answer(fd, status, to, p, rest / 3, rest);
         struct pollfd pf = {.fd = fd, .events = POLLIN};
-        poll(&pf, 1, 8000); /* until the client gives up */
+        poll(&pf, 1, 60000); /* until the client gives up */
     } else if (strstr(path, "redirect") && !strstr(path, "/cdn/")) {
         snprintf(to, sizeof to, "Location: http://localhost:%d/cdn/redirect.bin\r\n", port);
         answer(fd, 302, to, "", 0, 0);
@@ -195,7 +195,7 @@ static ql_hub_options options(void)
 {
     atomic_store(&body_requests, 0), atomic_store(&mode_429, 0), atomic_store(&requests, 0);
     seen_range[0] = 0;
-    return (ql_hub_options){.cache_dir = cache, .endpoint = endpoint, .wait_ms = 5, .stall_seconds = 1};
+    return (ql_hub_options){.cache_dir = cache, .endpoint = endpoint, .wait_ms = 5, .stall_seconds = 60};
 }
 
 static const char *const wanted[] = {"*.bin", "*.json"};
@@ -290,6 +290,7 @@ TEST(cut_stalled_and_busy_servers_are_outlasted)
         char repo[64];
         ql_hub_options o = options();
         o.token = TOKEN;
+        if (strcmp(names[i], "stall") == 0) o.stall_seconds = 2;
         snprintf(repo, sizeof repo, "org/%s", names[i]);
         ql_status st = get(repo, &o, folder);
         CHECK_MSG(st == QL_OK && whole(folder, names[i]), "%s: %s", names[i], ql_error());
