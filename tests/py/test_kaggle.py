@@ -1,9 +1,11 @@
 """kaggle/qlora-2xt4.ipynb through papermill in IPython 7.34 with the wheel installed: every cell, on the tiny model and two CPU ranks."""
+import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
+import types
 
 import pytest
 from front_end import BUILD, ROOT
@@ -102,6 +104,102 @@ def test_installs_from_source_where_there_is_no_wheel(tmp_path):
         pytest.skip("this tree is no git checkout")
     code, said = install_cell(tmp_path, WHEEL="/no/such.whl", SOURCE=tmp_path / "clone")
     assert code == 0 and "wheel /no/such.whl: did not work: " in said and "built from source: " in said, said
+
+
+def cells(*starts):
+    sources = ["".join(c["source"]) for c in json.loads(PAGE.read_text())["cells"] if c["cell_type"] == "code"]
+    return [next(source for source in sources if s in source) for s in starts]
+
+
+@pytest.mark.parametrize("gpus, what", [([], "GPU T4 x2.*no driver"), ([("Tesla P100", 60)], "GPU T4 x2"), ([("Tesla T4", 75)], "One GPU: "), ([("Tesla T4", 75)] * 2, "")])
+def test_says_which_accelerator(gpus, what, capsys):
+    devices = [{"name": n, "arch": a, "backend": "cuda"} for n, a in gpus] + [{"name": "processor", "arch": 0, "backend": "cpu"}]
+    (source,) = cells('gpus = [d["name"]')
+    names = {"TINY": False, "qlora": types.SimpleNamespace(run=lambda verb: {"devices": devices, "missing": ["no driver"] * (not gpus)})}
+    if "GPU T4 x2" in what:
+        with pytest.raises(RuntimeError, match=what):
+            exec(source, names)
+        names["TINY"] = True
+    exec(source, names)
+    said = capsys.readouterr().out
+    assert said.startswith("One GPU: ") if what.startswith("One") else said == ""
+
+
+OLD = "the NVIDIA driver here is too old: it knows CUDA 12.6, this build was made with CUDA 13.0"
+
+
+def test_a_wheel_for_a_newer_driver_leads_to_source(tmp_path, monkeypatch, capsys):
+    """pip and the engine are played; what the page does then is its own."""
+    (source,) = cells("def install():")
+    for at, name in ((0, "some/qlora-1-py3-none-any.whl"), (1, "qlora/notes.txt")):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("")
+    ran, names = [], {"WHEEL": "", "INPUT": str(tmp_path), "SOURCE": "", "TINY": False}
+
+    def run(command, **_):
+        ran.append(command)
+        return types.SimpleNamespace(returncode=0, stderr="", stdout="" if "-c" not in command or "--force-reinstall" in sum(ran, []) else OLD + "\n")
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.chdir(tmp_path)   # a folder named qlora lies here: it is not the package
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: types.SimpleNamespace(origin=None))
+    with pytest.raises(RuntimeError, match="wheel is for a newer driver than Kaggle's: set SOURCE"):
+        exec(source, names)
+    assert OLD in capsys.readouterr().out
+    exec(source, dict(names, SOURCE=str(tmp_path)))
+    assert ran[-1][-2:] == ["--force-reinstall", f"{tmp_path}/magics"] and "built from source: " in capsys.readouterr().out
+    ran.clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: types.SimpleNamespace(origin="/there/qlora/__init__.py"))
+    exec(source, dict(names, SOURCE=str(tmp_path)))   # the cell again, with the old wheel installed
+    assert ran[-1][-2:] == ["--force-reinstall", f"{tmp_path}/magics"]
+    exec(source, dict(names))
+    assert "qlora is installed already" in capsys.readouterr().out
+
+
+def test_resume_where_the_run_is_here_already(tmp_path, monkeypatch):
+    """A kernel that was restarted in mid-session, or the cell run again: what lies in runs/ is gone on with, not written over."""
+    (source,) = cells("if RESUME:")
+    source = source.partition("else:")[0]
+    here, attached = tmp_path / "runs" / "run-1", tmp_path / "input" / "run-1"
+    for folder, text in ((here, "later"), (attached, "earlier")):
+        folder.mkdir(parents=True)
+        (folder / "events.jsonl").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    resumed = []
+    names = {"qlora": types.SimpleNamespace(run=lambda verb, run: resumed.append((verb, (run / "events.jsonl").read_text())))}
+    for given in ("runs/run-1", str(attached)):
+        exec(source, dict(names, RESUME=given))
+    shutil.rmtree(here)
+    exec(source, dict(names, RESUME=str(attached)))
+    assert resumed == [("resume", "later"), ("resume", "later"), ("resume", "earlier")]
+
+
+def test_release_is_drafted(tmp_path):
+    """release.sh with programs that record what they are asked for."""
+    for name, text in {"kaggle/release.sh": (ROOT / "kaggle" / "release.sh").read_text(), "core/qlora.h": '#define QL_VERSION "1.2.3"\n',
+                       "build/dist/qlora-1.2.3-cp310-abi3-manylinux_2_34_x86_64.whl": "wheel", "bin/git": "#!/bin/sh\necho 0123abc\n",
+                       "bin/make": '#!/bin/sh\necho make "$@" >> "$LOG"\n', "bin/nvcc": "#!/bin/sh\necho release $TOOLKIT, V\n",
+                       "bin/gh": '#!/bin/sh\necho gh "$@" >> "$LOG"\nwhile [ "$1" != --notes-file ]; do shift; done\ncat "$2" >> "$LOG"\n'}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    log = tmp_path / "log"
+
+    def release(toolkit, *words):
+        log.write_text("")
+        env = dict(os.environ, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", LOG=str(log), TOOLKIT=toolkit, NVCC=str(tmp_path / "bin" / "nvcc"))
+        return subprocess.run(["bash", tmp_path / "kaggle" / "release.sh", *words], env=env, capture_output=True, text=True), log.read_text()
+
+    done, asked = release("12.8")
+    wheel = "build/dist/qlora-1.2.3-cp310-abi3-manylinux_2_34_x86_64.whl"
+    assert done.returncode == 0 and asked.startswith(f"make -s wheel NVCC={tmp_path}/bin/nvcc\ngh release create v1.2.3 {wheel} --draft --title qlora 1.2.3 "), asked
+    assert "built with CUDA 12.8" in asked and "built from commit 0123abc" in asked and hashlib.sha256(b"wheel").hexdigest() in asked
+    done, asked = release("13.0")
+    assert done.returncode == 1 and asked == "" and "the toolkit here is 13.0; Kaggle needs CUDA 12" in done.stderr
+    assert "built with CUDA 13.0" in release("13.0", "--any-cuda")[1]
+    (tmp_path / "bin" / "gh").unlink()
+    if not shutil.which("gh"):
+        done, asked = release("12.8")
+        assert done.returncode == 0 and "There is no `gh` here" in done.stdout and wheel in done.stdout and "gh" not in asked
 
 
 def test_says_what_to_set(tmp_path):
