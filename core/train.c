@@ -31,6 +31,7 @@ typedef struct {
     int64_t tokens;            /* trained on in this session */
     char checkpoint[QL_PATH_MAX];
     int64_t checkpoint_step;
+    int lost;                  /* said that the adapters hold no numbers any more */
 } run;
 
 static int first_rank(const run *x)
@@ -190,6 +191,17 @@ static double step_flos(const run *x, const ql_step_data *d)
     return 6.0 * (double)step_inputs(x, d) * (double)(ql_config_params(c) - c->vocab * c->hidden + x->t->lora->params);
 }
 
+/* A step that was made from a gradient that is none: whatever comes later, nothing is learned. Said once. */
+static ql_status report_lost(run *x, const ql_step_result *s)
+{
+    if (x->lost || s->skipped || (isfinite(s->loss) && isfinite(s->norm))) return QL_OK;
+    x->lost = 1;
+    return ql_worker_emit(x->w, "log", json_pack("{s:s,s:o}", "level", "warning", "text", json_sprintf(
+                              "step %lld: loss %g, gradient norm %g: the adapter holds no numbers any more and learns nothing from here on. Stop, and train "
+                              "with a lower learning_rate (here %g), more warmup_steps or max_grad_norm 1", (long long)x->done, fabs((double)s->loss),
+                              fabs((double)s->norm), x->t->args.lr.lr))); /* a NaN without its sign */
+}
+
 static ql_status report_step(run *x, const ql_step_data *d, const ql_step_result *s, double seconds)
 {
     char bits[16];
@@ -209,7 +221,8 @@ static ql_status report_step(run *x, const ql_step_data *d, const ql_step_result
     QL_TRY(ql_json_set_number(o, "loss", (double)s->loss));
     QL_TRY(ql_json_set_number(o, "grad_norm", (double)s->norm));
     QL_TRY(ql_json_set_number(o, "learning_rate", lr));
-    return ql_worker_emit(x->w, "step", o);
+    QL_TRY(ql_worker_emit(x->w, "step", o));
+    return report_lost(x, s);
 }
 
 static ql_status report_start(run *x, int64_t resumed)
