@@ -78,6 +78,7 @@ class Shell(InteractiveShell):
     colors_force = True
     error = None              # what _showtraceback sent for this cell
     leaving = False           # exit() was called
+    cancelling = False        # a coroutine that was stopped is being ended
 
     def enable_gui(self, gui=None): pass
     def init_hooks(self):
@@ -85,6 +86,8 @@ class Shell(InteractiveShell):
         self.set_hook("show_in_pager", page.as_hook(payloadpage.page), 99)
 
     def _showtraceback(self, etype, evalue, stb):
+        if self.cancelling:   # what a cancelled coroutine dies of is not the cell's error: the Stop is
+            return
         self.error = {"ename": str(etype.__name__), "evalue": str(evalue), "traceback": stb}
         publish("error", **self.error)
 
@@ -136,8 +139,12 @@ def run_coroutine(coro):
     except BaseException:
         if not task.done():
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                loop.run_until_complete(task)
+            Shell.cancelling = True
+            try:
+                with contextlib.suppress(asyncio.CancelledError):
+                    loop.run_until_complete(task)
+            finally:
+                Shell.cancelling = False
         raise
 
 

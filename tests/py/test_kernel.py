@@ -78,6 +78,12 @@ def test_a_stopped_coroutine_stays_stopped():
         k.interrupt()
         assert k.collect(request)[0]["ename"] == "KeyboardInterrupt"
         assert result(k.run("n = len(ticks)\nawait asyncio.sleep(.1)\nn > 5, len(ticks) - n")[1]) == ["(True, 0)"]
+        for _ in range(8):   # and the cell's error is the Stop alone, not what the coroutine died of
+            request = k.send("print('on', flush=True)\nawait asyncio.sleep(60)")
+            k.wait_for_text("on")
+            k.interrupt()
+            reply, shown = k.collect(request)
+            assert [m["content"]["ename"] for m in shown if m["msg_type"] == "error"] == [reply["ename"]] == ["KeyboardInterrupt"]
 
 
 def test_input(kernel):
