@@ -97,13 +97,15 @@ test: setup-python all $(UNIT) $(RANKS_TESTS) $(BUILD)/tests/faulty_engine $(FUZ
 	@BUILD=$(BUILD) FUZZERS='$(FUZZERS)' FUZZ_TIME=$(FUZZ_TEST_TIME) tests/run $(UNIT) $(RANKS_TESTS) tests/fuzz/run_fuzz $(wildcard tests/py)
 
 # Live transformers, peft and bitsandbytes against the engine. They have their own environment (torch's CPU build
-# is enough); HF_VENV=/path takes one that is there, installed from tests/hf/requirements.txt.
+# is enough); HF_VENV=/path takes one that is there, installed from tests/hf/requirements.txt. Models and data are random: `make test-hf
+# SEED=7` makes others than CI sees.
 HF_VENV ?=
+SEED    ?=
 hf-venv:
 	@[ -n "$(HF_VENV)" ] || PYTHON='$(PYTHON)' .ci/setup python $(BUILD)/venv-hf tests/hf/requirements.txt
 
 test-hf: hf-venv all
-	@BUILD=$(BUILD) VENV=$(or $(HF_VENV),$(BUILD)/venv-hf) tests/run tests/hf
+	@BUILD=$(BUILD) SEED=$(SEED) VENV=$(or $(HF_VENV),$(BUILD)/venv-hf) tests/run tests/hf
 
 # CPU figures of this machine: a training step and the tokenizer beside the Hugging Face libraries (where hf-venv or HF_VENV is there),
 # memory of a large data set, the op table.

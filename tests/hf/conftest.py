@@ -24,15 +24,14 @@ def pytest_configure(config):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--seed", type=int, default=int.from_bytes(os.urandom(3), "little"),
-                     help="of the random models; drawn anew each time, and printed")
+    parser.addoption("--seed", type=int, default=int(os.environ.get("SEED") or 1), help="of the random models")
 
 
 def pytest_report_header(config):
-    return f"random models from --seed {config.getoption('--seed')}"
+    return f"random models from seed {config.getoption('--seed')} (make test-hf SEED={config.getoption('--seed')})"
 
 
 @pytest.fixture
 def seed(request):
-    """Its own for every test, so that one alone can be run again with the --seed printed at the top."""
+    """Its own for every test, so that one alone can be run again with the seed printed at the top."""
     return request.config.getoption("--seed") + sum(request.node.nodeid.encode())
