@@ -196,7 +196,11 @@ ql_status ql_http_get(hub *h, const char *url, answer *a)
         CURLcode rc = curl.perform(h->curl);
         curl.getinfo(h->curl, CURLINFO_RESPONSE_CODE, &status);
         if (a->stopped) QL_FAIL(QL_ESTOP, "the download of %s was stopped; the next one goes on from there", h->repo);
-        if (a->io_error) QL_FAIL(QL_EIO, "%s: cannot be written: %s", a->name, strerror(a->io_error));
+        if (a->io_error) {
+            bool full = a->io_error == ENOSPC || a->io_error == EDQUOT || a->io_error == EFBIG;
+            QL_FAIL(QL_EIO, "%s: cannot be written: %s%s", a->name, strerror(a->io_error),
+                    full ? ": make room, or set HF_HOME to a folder with more; what is here already is kept" : "");
+        }
         if (a->too_long)
             QL_FAIL(QL_EIO, "%s: the server sends more than the %lld bytes that the file has", a->name, (long long)a->size);
         bool good = status == 200 || status == 206, whole = !a->text && a->size >= 0 && a->at == a->size;

@@ -2,6 +2,7 @@
 import json
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
@@ -225,3 +226,16 @@ def test_kaggle_secret(hub, tmp_path):
     env["PYTHONPATH"] += os.pathsep + str(tmp_path)
     r = subprocess.run([sys.executable, "-c", 'import qlora; qlora.run("load", "org/gated")'], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert r.returncode == 0, r.stderr
+
+
+def test_a_full_disk_is_said_with_what_to_do(hub, tmp_path):
+    """Played by a limit on a file's size; what came is gone on from."""
+    env = dict(environment(engine=ENGINE), HF_HOME=str(tmp_path / "home"), HF_ENDPOINT=hub.url)
+    small = len(MODEL["model.safetensors"]) // 2
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)   # else it ends the program, where a disk gives an error
+        resource.setrlimit(resource.RLIMIT_FSIZE, (small, small))
+    done = subprocess.run([BUILD / "qlora", "-c", "load org/tiny"], cwd=tmp_path, env=env, preexec_fn=limit, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "model.safetensors: cannot be written: " in done.stderr and "set HF_HOME to a folder with more" in done.stderr, done.stderr
+    assert run(hub, tmp_path, "load org/tiny")[0] == 0
