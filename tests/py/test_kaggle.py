@@ -83,7 +83,7 @@ def install_cell(folder, **parameters):
     """The page's first cell in an environment of its own: what it said, and whether qlora is there then."""
     subprocess.run([PYTHON, "-m", "venv", folder / "venv"], check=True)
     (cell,) = [c for c in json.loads(PAGE.read_text())["cells"] if "def install():" in "".join(c["source"])]
-    given = "".join(f"{k} = {str(v)!r}\n" for k, v in dict({"INPUT": folder / "none", "WHEEL": "", "SOURCE": ""}, **parameters).items())
+    given = "TINY = False\n" + "".join(f"{k} = {str(v)!r}\n" for k, v in dict({"INPUT": folder / "none", "WHEEL": "", "SOURCE": ""}, **parameters).items())
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "BUILD") and not k.startswith("QLORA")}
     out = subprocess.run([folder / "venv" / "bin" / "python", "-c", given + "".join(cell["source"]) + "\nimport qlora; print(qlora.run('load', 'tiny')['name'])"],
                          cwd=folder, env=dict(environment, CUDA="0"), capture_output=True, text=True, timeout=900)
