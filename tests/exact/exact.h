@@ -242,6 +242,21 @@ static inline void exact_take(exact_outcome *o, const json_t *e)
     o->steps++;
 }
 
+/* Of ranks that failed the one with words of its own, not one that only saw another fail: all have had their say before one is picked. */
+static inline int exact_culprit(ql_ranks *r, int seen)
+{
+    char how[128];
+    for (int ms = 0, left = 1; left && ms < 20000; ms++, usleep(1000)) {
+        int dead = ql_ranks_dead(r, how, sizeof how);
+        if (dead >= 0 && !__atomic_load_n(&exact_mem->ended[dead], __ATOMIC_ACQUIRE)) break;
+        left = 0;
+        for (int i = 0; i < ql_ranks_world(r); i++) left |= !__atomic_load_n(&exact_mem->ended[i], __ATOMIC_ACQUIRE);
+    }
+    for (int i = 0; i < ql_ranks_world(r); i++)
+        if (exact_mem->why[i][0] && !strstr(exact_mem->why[i], "rank failed")) return i;
+    return seen;
+}
+
 /* Reads what the ranks say until all have ended; a rank that dies, or a minute, is the end too. */
 static inline ql_status exact_listen(ql_ranks *r, exact_outcome *o)
 {
@@ -258,13 +273,7 @@ static inline ql_status exact_listen(ql_ranks *r, exact_outcome *o)
             json_decref(e);
         }
         for (int i = 0; i < ql_ranks_world(r); i++)
-            if (exact_mem->why[i][0]) {
-                /* The rank with the words, not one that only saw another fail. */
-                int k = i;
-                for (int ms = 0; ms < 20000 && !__atomic_load_n(&exact_mem->ended[i], __ATOMIC_ACQUIRE); ms++) usleep(1000);
-                while (k + 1 < ql_ranks_world(r) && strstr(exact_mem->why[k], "rank failed")) k++;
-                QL_FAIL(QL_EPEER, "%s", exact_mem->why[k][0] ? exact_mem->why[k] : exact_mem->why[i]);
-            }
+            if (exact_mem->why[i][0]) QL_FAIL(QL_EPEER, "%s", exact_mem->why[exact_culprit(r, i)]);
         int dead = ql_ranks_dead(r, how, sizeof how);
         if (dead >= 0 && !exact_mem->ended[dead]) QL_FAIL(QL_EPEER, "rank %d died: %s", dead, how);
         if (ql_now() > until) QL_FAIL(QL_EPEER, "the ranks hang");
