@@ -109,6 +109,9 @@ enum { CU_T4 = 0 };
 /* Shared memory over 48 KB has to be asked for, once per kernel and device; the T4 build checks its limits. */
 ql_status cu_prepare(const ql_dev *d, const void *kernel, const char *name, unsigned threads, size_t smem);
 
+/* A kernel whose attributes tell what code this build has for a device. */
+const void *cu_any_kernel(void);
+
 /* How many blocks of a kernel without dynamic shared memory an SM holds at once: for grids that stay. */
 ql_status cu_resident(const ql_dev *d, const void *kernel, unsigned threads, int *out);
 

@@ -83,6 +83,22 @@ static void dev_close(ql_dev *d)
     free(d);
 }
 
+/* Which way through the kernels exists is fixed when they are compiled: a build for compute capability 7.5 alone runs on a
+ * newer card from its PTX and has there what a T4 has. */
+static ql_status code_of(ql_dev *d)
+{
+    cudaFuncAttributes a;
+    cudaError_t e = cudaFuncGetAttributes(&a, cu_any_kernel());
+    if (e == cudaErrorNoKernelImageForDevice || e == cudaErrorInvalidDeviceFunction) {
+        cudaGetLastError();
+        QL_FAIL(QL_ENOSUP, "cuda: this build has no code for %s: build it with %d%d in CUDA_ARCH", d->prop.name, d->prop.major,
+                d->prop.minor);
+    }
+    QL_TRY(cu_check(e, "the code for this device"));
+    if (a.ptxVersion < 80) d->arch = 75;
+    return QL_OK;
+}
+
 static ql_status dev_open(int index, ql_dev **out)
 {
     ql_status st = QL_OK;
@@ -98,7 +114,7 @@ static ql_status dev_open(int index, ql_dev **out)
     d->index = index;
     QL_GO(cu_use(d));
     QL_GO(cu_check(cudaGetDeviceProperties(&d->prop, index), "device properties"));
-    d->arch = CU_T4 ? 75 : d->prop.major * 10 + d->prop.minor;
+    d->arch = d->prop.major * 10 + d->prop.minor;
     d->sms = d->prop.multiProcessorCount;
     if (d->arch < 75) {
         st = ql_fail(QL_ENOSUP, "cuda: %s has compute capability %d.%d; 7.5 is the oldest supported", d->prop.name,
@@ -106,6 +122,7 @@ static ql_status dev_open(int index, ql_dev **out)
         goto out;
     }
     QL_GO(cu_check(cudaFree(NULL), "creating the context"));
+    QL_GO(code_of(d));
     QL_GO(cu_check(cudaDeviceGetPCIBusId(bus, sizeof bus, index), "PCI id"));
     if (nvml_open()) {
         nvmlDevice_t h;

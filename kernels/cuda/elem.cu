@@ -93,6 +93,11 @@ ql_status cu_fill(const ql_queue *q, ql_tensor out, float value)
     return cu_launch(q, "fill", fill_all, cu_blocks(cut.total, THREADS), THREADS, 0, cu_see(out), value, cut);
 }
 
+const void *cu_any_kernel(void)
+{
+    return (const void *)fill_all;
+}
+
 static __global__ void __launch_bounds__(THREADS) add_all(cu_view out, cu_view a, cu_view b, cu_chunks cut)
 {
     unsigned i = blockIdx.x * THREADS + threadIdx.x;
