@@ -55,6 +55,9 @@ static ql_status nccl_open(void)
 {
     void *lib = NULL;
     if (nc.open) return QL_OK;
+    /* From 2.24 on NCCL shares host memory through the driver, which between GPUs without peer access, T4s among them, ends the
+     * first collective with error 217, and in containers without NUMA as well. /dev/shm always works, where it is large enough. */
+    setenv("NCCL_CUMEM_HOST_ENABLE", "0", 0);
     QL_TRY(cu_library("libnccl.so.2", &lib));
 #define LOAD(f) QL_TRY(cu_symbol(lib, #f, &nc.f##_));
     NCCL_FUNCTIONS(LOAD)
@@ -104,10 +107,12 @@ static ql_status nccl_check(ql_comm *c, ncclResult_t r, const char *what)
     if (r == ncclSuccess) return QL_OK;
     c->broken = 1;
     const char *detail = nc.ncclGetLastError_(c->nccl);
-    const char *shm = detail && strstr(detail, "shared memory")
-                          ? " (/dev/shm is too small or full: enlarge it, e.g. docker run --shm-size=1g)" : "";
+    const char *why = !detail ? ""
+                      : strstr(detail, "shared memory") ? " (/dev/shm is too small or full: enlarge it, e.g. docker run --shm-size=1g)"
+                      : strstr(detail, "out of memory") || strstr(detail, "Failed to CUDA malloc") || strstr(detail, "Failed to CUDA calloc")
+                          ? " (NCCL's buffers found no room on the GPU: a smaller --device_memory leaves some)" : "";
     return ql_fail(r == ncclRemoteError ? QL_EPEER : QL_EDEVICE, "rank %d: NCCL %s: %s; %s%s", c->rank, what,
-                   nc.ncclGetErrorString_(r), detail ? detail : "", shm);
+                   nc.ncclGetErrorString_(r), detail ? detail : "", why);
 }
 
 /* A non-blocking communicator answers "in progress": wait until it has queued what it was asked. */

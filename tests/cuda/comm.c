@@ -344,7 +344,6 @@ TEST(a_small_dev_shm_is_named)
     if (pid == 0) {
         if (unshare(CLONE_NEWNS) || mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) || mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=64k"))
             _exit(77);
-        setenv("NCCL_CUMEM_HOST_ENABLE", "0", 1); /* newer ones take host memory from the driver where they can, not from /dev/shm */
         ql_status st = run(2, opens_only, no_peers, -1);
         if (st != QL_OK && strstr(ql_error(), "/dev/shm is too small")) _exit(0);
         fprintf(stderr, "%s\n", st == QL_OK ? "64 KiB of /dev/shm were enough" : ql_error());
