@@ -28,13 +28,22 @@ void run_matmul(ctx *c, const op_case *p)
     expect(c, out, ref, bar_of(p->b, 2e-6));
 }
 
-/* n columns in k groups; how 1: y is x. */
+/* One huge activation a row, as trained models have them, where the norm's weight is next to nothing. */
+static void plant(tens *x, tens *w)
+{
+    for (int64_t i = 0; i < x->t.rows; i++)
+        x->v[i * x->t.cols + 3] = (i % 2 ? -1 : 1) * (x->t.dtype == QL_F16 ? 6e4 : 1e5);
+    w->v[3] = 0;
+}
+
+/* n columns in k groups; how 1: y is x; + 2: huge activations. */
 void run_rmsnorm(ctx *c, const op_case *p)
 {
-    tens *x = make(c, "x", p->how ? INOUT : IN, p->a, p->m, p->n * p->k, p->pad);
-    tens *y = p->how ? x : make(c, "y", OUT, p->b, p->m, p->n * p->k, 2 * p->pad);
+    tens *x = make(c, "x", p->how & 1 ? INOUT : IN, p->a, p->m, p->n * p->k, p->pad);
+    tens *y = p->how & 1 ? x : make(c, "y", OUT, p->b, p->m, p->n * p->k, 2 * p->pad);
     tens *w = make(c, "w", IN, QL_F32, 1, p->n, 0);
     double *ref = doubles(c, p->m * p->n * p->k);
+    if (p->how & 2) plant(x, w);
     RUN(c, ql_rmsnorm(&c->q, y->t, x->t, w->t, 1e-5f));
     if (!live(c)) return;
     ref_rmsnorm(ref, x->v, w->v, (double)1e-5f, 0, 1);
@@ -43,16 +52,18 @@ void run_rmsnorm(ctx *c, const op_case *p)
     expect(c, y, ref, bar_of(p->b, 1e-6));
 }
 
-/* how 0: alone; 1: dres; 2: dx is dres; 3: dx is dy. a: x's and dy's dtype, b: dx's. */
+/* how 0: alone; 1: dres; 2: dx is dres; 3: dx is dy; + 4: huge activations. a: x's and dy's dtype, b: dx's. */
 void run_rmsnorm_dx(ctx *c, const op_case *p)
 {
     int64_t n = p->n * p->k;
-    tens *dx = make(c, "dx", p->how >= 2 ? INOUT : OUT, p->b, p->m, n, p->pad);
-    tens *dy = p->how == 3 ? dx : make(c, "dy", IN, p->a, p->m, n, 0);
+    int how = p->how & 3;
+    tens *dx = make(c, "dx", how >= 2 ? INOUT : OUT, p->b, p->m, n, p->pad);
+    tens *dy = how == 3 ? dx : make(c, "dy", IN, p->a, p->m, n, 0);
     tens *x = make(c, "x", IN, p->a, p->m, n, 2 * p->pad),
          *w = make(c, "w", IN, QL_F32, 1, p->n, 0);
-    tens *dres = p->how == 2 ? dx : p->how == 1 ? make(c, "dres", IN, p->b, p->m, n, p->pad) : NULL;
+    tens *dres = how == 2 ? dx : how == 1 ? make(c, "dres", IN, p->b, p->m, n, p->pad) : NULL;
     double *ref = doubles(c, p->m * n);
+    if (p->how & 4) plant(x, w);
     RUN(c, ql_rmsnorm_dx(&c->q, dx->t, dy->t, x->t, w->t, 1e-5f, dres ? dres->t : QL_NONE));
     for (int64_t i = 0; live(c) && i < p->m * p->k; i++)
         ref_rmsnorm_dx(ref + i * p->n, dy->v + i * p->n, x->v + i * p->n, w->v, (double)1e-5f,
