@@ -349,9 +349,10 @@ static inline ql_status exact_run(const exact_setting *s, exact_outcome *o)
     QL_TRY(exact_place());
     snprintf(dir, sizeof dir, "%s", tmp_dir("run"));
     if (s->resume == 2) {
-        first.world = s->world == 1 ? exact_world(4) : s->world / 2;
+        /* From a pipeline to ranks that have all layers, from these to a pipeline; from one rank, too. */
+        first.world = s->world == 4 ? 1 : exact_world(4);
         first.store = (s->store + 1) % EXACT_STORES;
-        first.schedule = s->schedule ? 0 : 1;
+        first.schedule = (s->schedule + 2) % QL_SCHEDULES;
         first.paged = !s->paged;
     }
     if (s->resume) {
