@@ -16,9 +16,16 @@ static void say(ql_reasons *why, const char *fmt, ...)
     va_end(ap);
 }
 
-static double gib(int64_t bytes)
+typedef struct {
+    char s[24];
+} size_text;
+
+static size_text size_of(int64_t bytes)
 {
-    return (double)bytes / (1 << 30);
+    size_text t;
+    int small = bytes < 1 << 30;
+    snprintf(t.s, sizeof t.s, small ? "%.1f MiB" : "%.2f GiB", (double)bytes / (small ? 1 << 20 : 1 << 30));
+    return t;
 }
 
 typedef struct {
@@ -142,14 +149,16 @@ static void pick_store(chooser *c)
     if (fits(c)) {
         ql_mem_bytes(c->s, &device, &host);
         if (ql_plan_piped(ch)) {
-            say(c->why, "resident (auto: the fullest of %d stages fits at %.2f GiB)", ch->world, gib(device));
+            say(c->why, "resident (auto: the fullest of %d stages fits at %s)", ch->world, size_of(device).s);
         } else if (ch->world > 1) {
             store_all(c, QL_STORE_SHARDED, 0, n);
             ql_mem_bytes(c->s, &sharded, &host);
             store_all(c, QL_STORE_RESIDENT, 0, n);
-            say(c->why, "resident (auto: fits at %.2f GiB; --fsdp true shards to %.2f)", gib(device), gib(sharded));
+            /* A small model's gather buffers are more than its shards save. */
+            say(c->why, "resident (auto: fits at %s; --fsdp true %s %s)", size_of(device).s, sharded < device ? "shards to" : "would take",
+                size_of(sharded).s);
         } else {
-            say(c->why, "resident (auto: fits at %.2f GiB)", gib(device));
+            say(c->why, "resident (auto: fits at %s)", size_of(device).s);
         }
         return;
     }
@@ -157,7 +166,7 @@ static void pick_store(chooser *c)
         store_all(c, QL_STORE_SHARDED, 0, n);
         if (fits(c)) {
             ql_mem_bytes(c->s, &device, &host);
-            say(c->why, "sharded (auto: resident does not fit in %.2f GiB; shards do at %.2f)", gib(c->place->capacity), gib(device));
+            say(c->why, "sharded (auto: resident does not fit in %s; shards do at %s)", size_of(c->place->capacity).s, size_of(device).s);
             return;
         }
     }
@@ -168,8 +177,8 @@ static void pick_store(chooser *c)
     if (stay < 0) return;
     int away = 0;
     for (int l = 0; l < n; l++) away += !c->fixed[l] && ch->store[l] == QL_STORE_HOST;
-    say(c->why, "%d layers %s, %d streamed from host memory (auto: the most that fits in %.2f GiB)", open - away,
-        ch->world > 1 && !ql_plan_piped(ch) ? "sharded" : "resident", away, gib(c->place->capacity));
+    say(c->why, "%d layers %s, %d streamed from host memory (auto: the most that fits in %s)", open - away,
+        ch->world > 1 && !ql_plan_piped(ch) ? "sharded" : "resident", away, size_of(c->place->capacity).s);
 }
 
 /* ---- activations ------------------------------------------------------------------------------ */
@@ -280,6 +289,18 @@ static ql_status pick_stages(chooser *c)
     return QL_OK;
 }
 
+/* What was left to auto has been tried: only the others can still help. */
+static ql_status too_large(const ql_args *args, const ql_place *place, int64_t device)
+{
+    int shares = args->fsdp.mode == QL_FSDP_AUTO || (args->fsdp.mode == QL_FSDP_ON && args->fsdp.reshard);
+    QL_FAIL(QL_ENOMEM, "this job needs %s on each device, %s are there. What helps: a shorter --max_length, a smaller "
+            "--per_device_train_batch_size%s%s%s%s, more devices; `plan` shows what each way takes", size_of(device).s, size_of(place->capacity).s,
+            args->checkpointing == QL_PICK_NO ? ", --gradient_checkpointing true" : "",
+            args->activation_offload == QL_PICK_NO ? ", --activation_offloading true" : "",
+            place->world > 1 && !shares && args->pipeline < QL_PIPELINE_1F1B ? ", --fsdp true" : "",
+            args->adam_8bit && args->adam_paged ? "" : ", --optim paged_adamw_8bit");
+}
+
 /* save: layer inputs rest on the host between forward and backward. */
 static ql_status choose_with(ql_spec *spec, const ql_args *args, const ql_place *place, ql_reasons *why, ql_schedule schedule, int save)
 {
@@ -300,12 +321,9 @@ static ql_status choose_with(ql_spec *spec, const ql_args *args, const ql_place 
     QL_TRY(c.st);
     int64_t device = 0, host = 0;
     QL_TRY(ql_mem_bytes(spec, &device, &host));
-    if (device > place->capacity)
-        QL_FAIL(QL_ENOMEM, "this job needs %.2f GiB on each device, %.2f are there. What helps: a shorter --max_length, a smaller "
-                "--per_device_train_batch_size, --gradient_checkpointing true, --fsdp true on more devices, --activation_offloading true, "
-                "--optim paged_adamw_8bit", gib(device), gib(place->capacity));
+    if (device > place->capacity) return too_large(args, place, device);
     if (host > place->host)
-        QL_FAIL(QL_ENOMEM, "this job needs %.2f GiB of host memory for what is offloaded, %.2f are there", gib(host), gib(place->host));
+        QL_FAIL(QL_ENOMEM, "this job needs %s of host memory for what is offloaded, %s are there", size_of(host).s, size_of(place->host).s);
     if (ch->pieces % ch->world && !ql_plan_piped(ch))
         say(why, "not bit-exact on %d devices: %d micro-batches a step make %d equal pieces, which %d devices do not share evenly", ch->world,
             ch->g, ch->pieces, ch->world);

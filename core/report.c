@@ -93,8 +93,8 @@ ql_status ql_data_report(const ql_job *job, int n_samples, json_t **out)
 
 /* ---- plan ------------------------------------------------------------------------------------- */
 
-/* The job with some settings changed, planned at a place. NULL task: the error text stands. */
-static ql_status plan_with(const ql_job *job, const json_t *changes, const ql_place *place, const ql_prepared *data, ql_task **out)
+/* The job with some settings changed (NULL: none), planned at a place. */
+static ql_status plan_with(const ql_job *job, const json_t *changes, const ql_place *place, const ql_prepared *data, int anyway, ql_task **out)
 {
     ql_job *copy = NULL;
     const char *key;
@@ -103,7 +103,8 @@ static ql_status plan_with(const ql_job *job, const json_t *changes, const ql_pl
     QL_GO(ql_job_copy(job, &copy));
     json_object_foreach((json_t *)(uintptr_t)changes, key, v) QL_GO(ql_job_set(copy, key, v));
     o = ql_job_json(copy);
-    ql_task_inputs in = {.job = o, .train = data && data->train[0] ? data->train : NULL, .eval = data && data->eval[0] ? data->eval : NULL, .weights = QL_WEIGHTS_HEADERS, .place = *place};
+    ql_task_inputs in = {.job = o, .train = data && data->train[0] ? data->train : NULL, .eval = data && data->eval[0] ? data->eval : NULL, .weights = QL_WEIGHTS_HEADERS, .place = *place,
+                         .anyway = anyway};
     QL_GO(ql_task_open(&in, out));
 out:
     json_decref(o);
@@ -118,9 +119,9 @@ static int64_t longest(const ql_job *job, const json_t *changes, const ql_place 
     while (lo < hi) {
         int64_t mid = (lo + hi + 1) / 2;
         ql_task *t = NULL;
-        json_t *c = json_deep_copy(changes);
+        json_t *c = changes ? json_deep_copy(changes) : json_object();
         json_object_set_new(c, "max_length", json_integer(mid * 64));
-        if (plan_with(job, c, place, NULL, &t) == QL_OK)
+        if (plan_with(job, c, place, NULL, 0, &t) == QL_OK)
             lo = mid;
         else
             hi = mid - 1;
@@ -131,19 +132,21 @@ static int64_t longest(const ql_job *job, const json_t *changes, const ql_place 
     return lo * 64;
 }
 
+/* What rows of alternatives do not say: what a job has set of these would make another way of each. */
+static const char unless_said[] = "{\"fsdp_config\": null, \"store\": \"auto\", \"activation_offloading\": false, \"pipeline\": \"off\"}";
 static const struct {
     const char *name, *changes;
     int needs_world;
 } alternatives[] = {
-    {"resident", "{\"fsdp\": false, \"pipeline\": \"off\"}", 0},
-    {"sharded", "{\"fsdp\": true, \"pipeline\": \"off\"}", 1},
-    {"sharded + offloaded activations", "{\"fsdp\": true, \"activation_offloading\": true, \"pipeline\": \"off\"}", 1},
-    {"offloaded activations", "{\"activation_offloading\": true, \"pipeline\": \"off\"}", 0},
-    {"cpu_offload", "{\"fsdp\": true, \"fsdp_config\": {\"cpu_offload\": true}, \"pipeline\": \"off\"}", 0},
+    {"resident", "{\"fsdp\": false}", 0},
+    {"sharded", "{\"fsdp\": true}", 1},
+    {"sharded + offloaded activations", "{\"fsdp\": true, \"activation_offloading\": true}", 1},
+    {"offloaded activations", "{\"fsdp\": false, \"activation_offloading\": true}", 0},
+    {"cpu_offload", "{\"fsdp\": true, \"fsdp_config\": {\"cpu_offload\": true}}", 0},
     {"pipeline", "{\"fsdp\": false, \"breadth\": false, \"pipeline\": \"1f1b\"}", 1},
     {"pipeline, recompute ahead", "{\"fsdp\": false, \"breadth\": false, \"pipeline\": \"recompute_ahead\"}", 1},
-    {"pipeline + cpu_offload", "{\"breadth\": false, \"pipeline\": \"recompute_ahead\", \"fsdp\": true, \"fsdp_config\": {\"cpu_offload\": true}}", 1},
-    {"cpu_offload + offloaded activations", "{\"fsdp\": true, \"fsdp_config\": {\"cpu_offload\": true}, \"activation_offloading\": true, \"pipeline\": \"off\"}", 0},
+    {"pipeline + cpu_offload", "{\"fsdp\": true, \"breadth\": false, \"pipeline\": \"recompute_ahead\", \"fsdp_config\": {\"cpu_offload\": true}}", 1},
+    {"cpu_offload + offloaded activations", "{\"fsdp\": true, \"fsdp_config\": {\"cpu_offload\": true}, \"activation_offloading\": true}", 0},
 };
 
 /* Projected: operations over a rate that such a device sustains, or what has to be moved where that takes longer. */
@@ -153,19 +156,22 @@ static double seconds_of(const ql_task *t)
     return ql_cost_step(&t->spec, ql_job_bool(t->job, "packing") ? t->args.max_length : t->spec.rows / ql_max64(1, t->args.batch), &r);
 }
 
-static json_t *alternative(const ql_job *job, size_t i, const ql_place *place, const ql_prepared *data, int64_t most)
+static json_t *alternative(const ql_job *job, const ql_args *args, size_t i, const ql_place *place, const ql_prepared *data, int64_t most)
 {
-    json_t *changes = json_loads(alternatives[i].changes, 0, NULL), *small = json_deep_copy(changes), *o = NULL;
+    json_t *changes = json_loads(unless_said, 0, NULL), *own = json_loads(alternatives[i].changes, 0, NULL), *o = NULL;
     ql_task *t = NULL, *here = NULL;
     ql_place room = *place;
     int64_t device = 0, host = 0;
+    json_object_update(changes, own);
+    json_t *small = json_deep_copy(changes);
     /* Planned with room for all: what it takes is the row, whether it fits is a column. */
     room.capacity = INT64_MAX / 4, room.host = INT64_MAX / 4;
     json_object_set_new(small, "gradient_checkpointing", json_true());
-    if (plan_with(job, small, &room, data, &t) == QL_OK && ql_mem_bytes(&t->spec, &device, &host) == QL_OK) {
+    if (args->checkpointing != QL_PICK_AUTO) json_object_set_new(changes, "gradient_checkpointing", json_boolean(args->checkpointing));
+    if (plan_with(job, small, &room, data, 0, &t) == QL_OK && ql_mem_bytes(&t->spec, &device, &host) == QL_OK) {
         int fits = device <= place->capacity && host <= place->host;
         /* Where it fits, the time is that of what would be chosen: the memory that is left buys less recomputation. */
-        if (fits && plan_with(job, changes, place, data, &here) != QL_OK) ql_error_clear();
+        if (fits && plan_with(job, changes, place, data, 0, &here) != QL_OK) ql_error_clear();
         o = json_pack("{s:s,s:I,s:I,s:b,s:I,s:f}", "name", alternatives[i].name, "per_device", (json_int_t)device, "host", (json_int_t)host, "fits",
                       fits, "longest", (json_int_t)longest(job, small, place, most), "seconds", seconds_of(here ? here : t));
     }
@@ -173,6 +179,7 @@ static json_t *alternative(const ql_job *job, size_t i, const ql_place *place, c
     ql_task_close(here);
     ql_task_close(t);
     json_decref(changes);
+    json_decref(own);
     json_decref(small);
     return o;
 }
@@ -253,21 +260,19 @@ static ql_status build_report(const ql_job *job, const question *q, const ql_tas
                                               (json_int_t)total, "capacity", (json_int_t)place->capacity));
     }
     for (size_t i = 0; i < sizeof alternatives / sizeof *alternatives; i++) {
-        json_t *o = !alternatives[i].needs_world || place->world > 1 ? alternative(job, i, place, &q->data, most) : NULL;
+        json_t *o = !alternatives[i].needs_world || place->world > 1 ? alternative(job, &q->args, i, place, &q->data, most) : NULL;
         if (o) json_array_append_new(rows, o);
     }
+    if (t->lacks[0]) json_array_append_new(why, json_string(t->lacks));
     for (int i = 0; i < t->why.n; i++) json_array_append_new(why, json_string(t->why.text[i]));
     char said[QL_REASON_TEXT];
     snprintf(said, sizeof said, "seconds a step are projected: %.3g TFLOP a step on each device, at %.3g TFLOP/s",
              ql_cost_step_flops(&t->spec, ql_job_bool(job, "packing") ? t->args.max_length : t->spec.rows / ql_max64(1, t->args.batch)) /
                  place->world / 1e12, ql_rates_of(place->arch).flops / 1e12);
     json_array_append_new(why, json_string(said));
-    json_t *none = json_object();
-    int fits = dev <= place->capacity && host <= place->host;
-    *out = json_pack("{s:b,s:o,s:o,s:I,s:o,s:I,s:f,s:o,s:o}", "fits", fits, "chosen", chosen_of(t), "devices", list, "host", (json_int_t)host,
-                     "alternatives", rows, "longest", (json_int_t)longest(job, none, place, most), "seconds", seconds_of(t), "why", why, "exact_worlds",
+    *out = json_pack("{s:b,s:o,s:o,s:I,s:o,s:I,s:f,s:o,s:o}", "fits", !t->lacks[0], "chosen", chosen_of(t), "devices", list, "host", (json_int_t)host,
+                     "alternatives", rows, "longest", (json_int_t)longest(job, NULL, place, most), "seconds", seconds_of(t), "why", why, "exact_worlds",
                      exact_worlds(&t->spec.choice));
-    json_decref(none);
     return *out ? QL_OK : ql_fail(QL_ENOMEM, "no memory for the plan");
 }
 
@@ -275,10 +280,10 @@ ql_status ql_plan_actions(const ql_job *job, const json_t *devices, json_t **out
 {
     question q;
     ql_task *t = NULL;
-    json_t *none = json_object(), *ranks = json_array();
+    json_t *ranks = json_array();
     ql_status st = QL_OK;
     QL_GO(question_open(job, devices, &q));
-    QL_GO(plan_with(job, none, &q.place, &q.data, &t));
+    QL_GO(plan_with(job, NULL, &q.place, &q.data, 0, &t));
     for (int r = 0; r < q.place.world; r++) {
         ql_plan p;
         char *text = NULL;
@@ -292,7 +297,6 @@ ql_status ql_plan_actions(const ql_job *job, const json_t *devices, json_t **out
     *out = json_incref(ranks);
 out:
     ql_task_close(t);
-    json_decref(none);
     json_decref(ranks);
     return st;
 }
@@ -303,24 +307,7 @@ ql_status ql_plan_report(const ql_job *job, const json_t *devices, json_t **out)
     ql_task *t = NULL;
     ql_status st = QL_OK;
     QL_GO(question_open(job, devices, &q));
-    json_t *none = json_object();
-    st = plan_with(job, none, &q.place, &q.data, &t);
-    json_decref(none);
-    if (st == QL_ENOMEM) {
-        /* Nothing fits: the smallest plan is shown, with what it lacks. */
-        ql_place room = q.place;
-        char why[1024];
-        snprintf(why, sizeof why, "%s", ql_error());
-        ql_error_clear();
-        room.capacity = INT64_MAX / 4, room.host = INT64_MAX / 4;
-        json_t *small = json_loads("{\"fsdp\": true, \"pipeline\": \"off\", \"gradient_checkpointing\": true}", 0, NULL);
-        st = plan_with(job, small, &room, &q.data, &t);
-        json_decref(small);
-        if (st == QL_OK) st = build_report(job, &q, t, out);
-        if (st == QL_OK) json_array_insert_new(json_object_get(*out, "why"), 0, json_string(why));
-        goto out;
-    }
-    QL_GO(st);
+    QL_GO(plan_with(job, NULL, &q.place, &q.data, 1, &t));
     QL_GO(build_report(job, &q, t, out));
 out:
     ql_task_close(t);

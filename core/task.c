@@ -3,6 +3,7 @@
 #include "core/hub.h"
 #include "core/lora_job.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -136,7 +137,12 @@ ql_status ql_task_open(const ql_task_inputs *in, ql_task **out)
     QL_GO(open_data(t, in));
     t->pad_id = (int32_t)ql_max64(0, t->model->cfg.pad >= 0 ? t->model->cfg.pad : t->model->cfg.eos_count ? t->model->cfg.eos[0] : 0);
     fill_spec(t, in);
-    QL_GO(ql_choose(&t->spec, &t->args, &in->place, &t->why));
+    st = ql_choose(&t->spec, &t->args, &in->place, &t->why);
+    if (st == QL_ENOMEM && in->anyway) {
+        snprintf(t->lacks, sizeof t->lacks, "%s", ql_error());
+        ql_error_clear();
+        st = QL_OK;
+    }
 out:
     if (st == QL_OK)
         *out = t;

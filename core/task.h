@@ -17,6 +17,7 @@ typedef struct {
     const char *resume;        /* checkpoint that a run goes on from; NULL */
     ql_weights weights;
     ql_place place;            /* where it is to run */
+    int anyway;                /* 1: one that does not fit, too: to be shown */
 } ql_task_inputs;
 
 typedef struct {
@@ -30,6 +31,7 @@ typedef struct {
     ql_place place;
     ql_spec spec;
     ql_reasons why;            /* of the planner's choices */
+    char lacks[512];           /* anyway: the refusal of what does not fit; else "" */
 } ql_task;
 
 ql_status ql_task_open(const ql_task_inputs *in, ql_task **out);

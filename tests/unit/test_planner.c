@@ -56,7 +56,7 @@ TEST(large_models_are_planned_in_under_a_second)
         int n;
         int64_t gib;
         int arch;
-    } places[] = {{1, 16, 75}, {2, 16, 75}, {4, 24, 89}, {8, 80, 90}, {8, 141, 90}};
+    } places[] = {{1, 16, 75}, {2, 16, 75}, {3, 24, 86}, {4, 24, 89}, {5, 40, 80}, {6, 48, 86}, {7, 16, 75}, {8, 80, 90}, {8, 141, 90}};
     for (size_t m = 0; m < sizeof models / sizeof *models; m++)
         for (size_t p = 0; p < sizeof places / sizeof *places; p++) {
             ql_job *job = NULL;
@@ -71,8 +71,8 @@ TEST(large_models_are_planned_in_under_a_second)
             json_array_foreach(json_object_get(o, "alternatives"), i, row)
             {
                 CHECK(json_number_value(json_object_get(row, "seconds")) > 0);
-                /* A row that fits has a longest sequence, of at least the job's. */
-                if (json_is_true(json_object_get(row, "fits"))) CHECK(json_integer_value(json_object_get(row, "longest")) >= 2048);
+                /* A row fits just where its longest sequence is at least the job's. */
+                CHECK(json_is_true(json_object_get(row, "fits")) == (json_integer_value(json_object_get(row, "longest")) >= 2048));
                 /* What a row can, auto can; cpu_offload has the optimizer's state on the host besides, and a pipeline is asked for. */
                 const char *name = json_string_value(json_object_get(row, "name"));
                 CHECK_MSG(strstr(name, "cpu_offload") || strstr(name, "pipeline") || json_integer_value(json_object_get(row, "longest")) <= json_integer_value(json_object_get(o, "longest")),
@@ -439,8 +439,93 @@ TEST(reasons_are_true_of_layers_that_were_set)
     ql_task_close(t);
 }
 
+/* What a job of 2 × gib is told, and shown. */
+static ql_status report_of(const char *model, const char *more, int64_t gib, json_t **out)
+{
+    ql_job *job = NULL;
+    json_t *dev = devices_of(2, gib, 80);
+    ql_status st = job_of(model, more, &job);
+    if (st == QL_OK) st = ql_plan_report(job, dev, out);
+    json_decref(dev);
+    ql_job_free(job);
+    return st;
+}
+
+static const char *said_in(const json_t *report, const char *part)
+{
+    size_t i;
+    json_t *text;
+    json_array_foreach(json_object_get(report, "why"), i, text)
+        if (strstr(json_string_value(text), part)) return json_string_value(text);
+    return NULL;
+}
+
+/* A job that does not fit is shown as it is, not as another one that would. */
+TEST(what_does_not_fit_is_shown)
+{
+    static const struct {
+        const char *more, *advice, *not_advice;
+    } cases[] = {
+        {"{\"fsdp\": false}", "--fsdp true", "--gradient_checkpointing"},
+        {"{\"store\": \"resident\"}", "--optim paged_adamw_8bit", "--fsdp"},
+        {"{\"fsdp\": false, \"gradient_checkpointing\": false, \"optim\": \"paged_adamw_8bit\"}", "--gradient_checkpointing true", "--optim"},
+        {"{\"pipeline\": \"1f1b\", \"store\": \"resident\", \"activation_offloading\": false, \"gradient_checkpointing\": false}", "--activation_offloading true", "--fsdp"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        json_t *o = NULL;
+        CHECK_OK(report_of(models[0], cases[i].more, 6, &o));
+        const json_t *d = json_array_get(json_object_get(o, "devices"), 1);
+        const char *said = said_in(o, "this job needs");
+        CHECK(json_is_false(json_object_get(o, "fits")));
+        CHECK(json_integer_value(json_object_get(d, "total")) > json_integer_value(json_object_get(d, "capacity")));
+        CHECK_MSG(said && strstr(said, "GiB on each device") && strstr(said, cases[i].advice) && !strstr(said, cases[i].not_advice), "%s: %s", cases[i].more,
+                  said ? said : "nothing is said");
+        json_decref(o);
+    }
+}
+
+/* Rows are other ways, whatever way the job itself is set to. */
+TEST(rows_are_what_they_are_called)
+{
+    static const char *const ways[] = {"{\"fsdp\": true, \"fsdp_config\": {\"cpu_offload\": true}}", "{\"fsdp_config\": {\"activation_checkpointing\": true}}",
+                                       "{\"store\": \"host\"}", "{\"store\": \"0-7:host\", \"activation_offloading\": true}", "{\"pipeline\": \"1f1b\"}"};
+    static const char *const figures[] = {"name", "per_device", "host", "fits", "longest"};
+    json_t *plain = NULL, *row;
+    size_t i;
+    CHECK_OK(report_of(models[0], "{}", 24, &plain));
+    for (size_t k = 0; k < sizeof ways / sizeof *ways; k++) {
+        json_t *o = NULL;
+        CHECK_OK(report_of(models[0], ways[k], 24, &o));
+        const json_t *rows = json_object_get(o, "alternatives");
+        CHECK_INT(json_array_size(rows), 9);
+        json_array_foreach(json_object_get(plain, "alternatives"), i, row)
+            for (size_t f = 0; f < sizeof figures / sizeof *figures; f++)
+                CHECK_MSG(json_equal(json_object_get(row, figures[f]), json_object_get(json_array_get(rows, i), figures[f])), "%s: %s of row %s", ways[k],
+                          figures[f], json_string_value(json_object_get(row, "name")));
+        json_decref(o);
+    }
+    json_decref(plain);
+}
+
+TEST(auto_says_what_it_chose_and_the_way_to_the_other)
+{
+    json_t *o = NULL;
+    CHECK_OK(report_of(models[0], "{}", 24, &o));
+    const json_t *rows = json_object_get(o, "alternatives");
+    char want[128];
+    snprintf(want, sizeof want, "resident (auto: fits at %.2f GiB; --fsdp true shards to %.2f GiB)",
+             (double)json_integer_value(json_object_get(json_array_get(rows, 0), "per_device")) / (1 << 30),
+             (double)json_integer_value(json_object_get(json_array_get(rows, 1), "per_device")) / (1 << 30));
+    CHECK_MSG(said_in(o, want), "not said: %s", want);
+    json_decref(o);
+    CHECK_OK(report_of("notebooks/tiny", "{\"max_length\": 512}", 24, &o)); /* whose gather slots are more than shards save */
+    CHECK(said_in(o, " MiB; --fsdp true would take "));
+    json_decref(o);
+}
+
 TEST_MAIN(T(large_models_are_planned_in_under_a_second), T(plans_fit_as_the_arithmetic_says), T(auto_finds_what_fits),
           T(the_null_backend_counts_what_was_planned),
           T(operations_are_those_of_the_model), T(stages_hold_the_model_once), T(bubbles_are_those_of_the_arithmetic),
           T(auto_takes_a_pipeline_for_a_reason), T(printed_plans_are_golden), T(sizes_do_not_wrap), T(too_many_micro_batches_are_refused), T(devices_that_are_not_there_are_refused),
-          T(reasons_are_true_of_layers_that_were_set))
+          T(reasons_are_true_of_layers_that_were_set), T(what_does_not_fit_is_shown), T(rows_are_what_they_are_called),
+          T(auto_says_what_it_chose_and_the_way_to_the_other))
