@@ -330,7 +330,7 @@ static ql_status note(json_t *notes, const char *key, const char *text)
 static ql_status config_key(const char *key, const json_t *v, ql_fsdp *f, json_t *notes)
 {
     bool set;
-    char near[160];
+    char near[200];
     const char *name = strncmp(key, "fsdp_", 5) == 0 ? key + 5 : key; /* accelerate's spelling */
     int k = 0;
     while (k < CONFIG_KEYS && strcmp(name, config_keys[k])) k++;
@@ -354,8 +354,12 @@ static ql_status config_key(const char *key, const json_t *v, ql_fsdp *f, json_t
         QL_FAIL(QL_ENOSUP, "fsdp_config: xla is not supported: there is no TPU here");
     default: break;
     }
-    if (k == CONFIG_KEYS)
-        QL_FAIL(QL_EINVAL, "fsdp_config: '%.60s' is not known; %s", key, ql_nearest(name, config_keys, CONFIG_KEYS, near, sizeof near));
+    if (k == CONFIG_KEYS) {
+        if (!*ql_nearest(name, config_keys, CONFIG_KEYS, near, sizeof near))
+            snprintf(near, sizeof near, "it takes reshard_after_forward, cpu_offload, activation_checkpointing, forward_prefetch, backward_prefetch; "
+                     "dtypes are --param_dtype and --output_dtype");
+        QL_FAIL(QL_EINVAL, "fsdp_config: '%.60s' is not known; %s", key, near);
+    }
     return note(notes, config_keys[k], config_notes[k - K_WITHOUT_EFFECT]);
 }
 

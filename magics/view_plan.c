@@ -92,36 +92,34 @@ static void device_bars(ql_view *v, const json_t *devices, const char *whole, co
     ql_buf_free(&names);
 }
 
-/* A row per category, a column per device: the legend of the bars, and the numbers. */
+/* A row per category, a column per device: the legend of the bars, and the numbers. More devices than a page has room for go on in the
+ * next table: in a pipeline the last one is the one unlike the others. */
 static void category_table(ql_view *v, const json_t *devices)
 {
     static const char *const shades[] = {"█", "▓", "▒", "░"};
+    enum { ACROSS = 6 };
     ql_part parts[PARTS_MAX];
     int n = categories(devices, parts);
-    size_t shown = json_array_size(devices) < 6 ? json_array_size(devices) : 6;
-    ql_buf names = {0}, spec = {0};
-    ql_table t;
-    ql_buf_put(&spec, "|category");
-    for (size_t i = 0; i < shown; i++) ql_buf_printf(&spec, "|%zu>", i);
-    ql_table_begin(&t, ql_buf_str(&spec), &names);
-    for (int k = 0; k < n; k++) {
-        char box[120];
-        snprintf(
-            box, sizeof box,
-            "<span "
-            "style=\"display:inline-block;width:12px;height:12px;background-color:%s\"></span>",
-            parts[k].colour);
-        ql_table_cell2(&t, shades[k % 4], box);
-        ql_table_cell(&t, "%s", parts[k].name);
-        for (size_t i = 0; i < shown; i++)
-            ql_table_cell(&t, "%s",
-                          ql_fmt_bytes(ql_jnum(json_object_get(json_array_get(devices, i), "bytes"),
-                                               parts[k].name, 0))
-                              .s);
+    size_t count = json_array_size(devices);
+    for (size_t from = 0; n > 0 && from < count; from += ACROSS) {
+        size_t end = count - from < ACROSS ? count : from + ACROSS;
+        ql_buf names = {0}, spec = {0};
+        ql_table t;
+        ql_buf_put(&spec, "|category");
+        for (size_t i = from; i < end; i++) ql_buf_printf(&spec, "|%zu>", i);
+        ql_table_begin(&t, ql_buf_str(&spec), &names);
+        for (int k = 0; k < n; k++) {
+            char box[120];
+            snprintf(box, sizeof box, "<span style=\"display:inline-block;width:12px;height:12px;background-color:%s\"></span>", parts[k].colour);
+            ql_table_cell2(&t, shades[k % 4], box);
+            ql_table_cell(&t, "%s", parts[k].name);
+            for (size_t i = from; i < end; i++)
+                ql_table_cell(&t, "%s", ql_fmt_bytes(ql_jnum(json_object_get(json_array_get(devices, i), "bytes"), parts[k].name, 0)).s);
+        }
+        ql_table_end(v, &t);
+        ql_buf_free(&names);
+        ql_buf_free(&spec);
     }
-    if (n > 0) ql_table_end(v, &t);
-    ql_buf_free(&names);
-    ql_buf_free(&spec);
 }
 
 static void alternatives(ql_view *v, const json_t *list)

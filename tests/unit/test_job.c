@@ -172,6 +172,7 @@ TEST(bad_values_name_the_setting)
         {"store", "\"3-1:host\"", QL_EINVAL, "'3-1'"},
         {"fsdp", "\"hybrid_shard\"", QL_ENOSUP, "hybrid_shard"},
         {"fsdp_config", "{\"cpu_offlod\": true}", QL_EINVAL, "did you mean 'cpu_offload'"},
+        {"fsdp_config", "{\"param_dtype\": \"bfloat16\"}", QL_EINVAL, "'param_dtype' is not known; it takes reshard_after_forward"},
         {"fsdp_config", "{\"reshard_after_forward\": 4}", QL_ENOSUP, "smaller group"},
         {"fsdp_config", "{\"fsdp_sharding_strategy\": \"HYBRID_SHARD\"}", QL_ENOSUP, "'HYBRID_SHARD' is not supported"},
         {"fsdp_config", "{\"fsdp_backward_prefetch\": \"BACKWARD_POST\"}", QL_ENOSUP, "'BACKWARD_POST' is not supported"},

@@ -120,6 +120,20 @@ TEST(plan_view)
     json_decref(p);
 }
 
+/* Eight stages: the last one, which has the head, is among the numbers, too. */
+TEST(plan_of_many_devices)
+{
+    json_t *p = json_object(), *list = json_array();
+    for (int i = 0; i < 8; i++)
+        json_array_append_new(list, json_pack("{s:i,s:{s:I,s:I},s:I,s:I}", "rank", i, "bytes", "base", (json_int_t)4 << 30, "head",
+                                              i < 7 ? (json_int_t)0 : (json_int_t)1 << 30, "total", (json_int_t)(i < 7 ? 4 : 5) << 30, "capacity",
+                                              (json_int_t)15 << 30));
+    json_object_set_new(p, "devices", list);
+    const char *text = plain(ql_view_plan(p, "8xT4")), *next = text ? strstr(text, "   category         6         7\n") : NULL;
+    CHECK(next && strstr(next, "\n█  base      4.00 GiB  4.00 GiB\n▓  head           0 B  1.00 GiB"));
+    json_decref(p);
+}
+
 TEST(data_view)
 {
     json_t *r =
@@ -324,6 +338,6 @@ TEST(completion_offers_nothing_that_is_refused)
     ql_magics_close(m);
 }
 
-TEST_MAIN(T(tables), T(tables_wrap_at_80_columns), T(plan_view), T(data_view), T(data_view_marks_characters),
+TEST_MAIN(T(tables), T(tables_wrap_at_80_columns), T(plan_view), T(plan_of_many_devices), T(data_view), T(data_view_marks_characters),
           T(views_survive_any_report), T(live_view), T(live_lines), T(verbs_are_complete),
           T(completion), T(completion_offers_nothing_that_is_refused))
