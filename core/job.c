@@ -216,6 +216,22 @@ out:
     return st;
 }
 
+/* What another setting leaves without effect; NULL: none. */
+static json_t *idle(const ql_job *job, const char *name)
+{
+    static const char *const wait[][2] = {{"eval_steps", "eval_strategy"}, {"save_steps", "save_strategy"}};
+    for (size_t i = 0; i < sizeof wait / sizeof *wait; i++) {
+        const char *now = ql_job_str(job, wait[i][1]);
+        if (strcmp(name, wait[i][0]) == 0 && strcmp(now, "steps"))
+            return json_sprintf("%s: has no effect while %s is %s; --%s steps goes by it", name, wait[i][1], now, wait[i][1]);
+    }
+    if (strcmp(name, "num_train_epochs") == 0 && ql_job_int(job, "max_steps") > 0)
+        return json_sprintf("num_train_epochs: has no effect, max_steps wins");
+    if (strcmp(name, "warmup_ratio") == 0 && ql_job_float(job, "warmup_steps") > 0)
+        return json_sprintf("warmup_ratio: has no effect, warmup_steps wins");
+    return NULL;
+}
+
 json_t *ql_job_notes(const ql_job *job)
 {
     json_t *notes = json_array(), *v;
@@ -224,7 +240,9 @@ json_t *ql_job_notes(const ql_job *job)
     if (!notes) return NULL;
     json_object_foreach(job->set, key, v) {
         const ql_setting *s = ql_setting_find(key);
-        if (s && s->note && !same_as_default(job, s, v)) json_array_append_new(notes, json_sprintf("%s: %s", s->name, s->note));
+        if (!s || same_as_default(job, s, v)) continue;
+        json_t *text = s->note ? json_sprintf("%s: %s", s->name, s->note) : idle(job, s->name);
+        if (text) json_array_append_new(notes, text);
     }
     if (ql_fsdp_parse(ql_job_get(job, "fsdp"), ql_job_get(job, "fsdp_config"), &f, notes) != QL_OK) ql_error_clear();
     return notes;

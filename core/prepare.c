@@ -1,5 +1,6 @@
 #include "core/prepare.h"
 
+#include "core/data_files.h"
 #include "core/file.h"
 
 #include <stdlib.h>
@@ -70,6 +71,20 @@ static ql_status options(const ql_job *job, const char *cache, int eval, ql_data
     return QL_OK;
 }
 
+/* What a folder holds for evaluation: its validation set, else its test set; NULL: neither, so all of it is meant. */
+static const char *eval_split(const char *folder)
+{
+    static const char *const names[] = {"validation", "test"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        ql_data_names l = {0};
+        ql_status st = ql_data_list(folder, names[i], &l);
+        ql_data_names_free(&l);
+        if (st == QL_OK) return names[i];
+        ql_error_clear();
+    }
+    return NULL;
+}
+
 /* Rows of one data setting to a tokenised file in the cache. */
 static ql_status tokenise(const ql_job *job, const char *data, const json_t *inside, ql_tok *tok, const char *cache, int eval,
                           ql_prepare_tick tick, void *ctx, ql_dataset **out)
@@ -83,7 +98,7 @@ static ql_status tokenise(const ql_job *job, const char *data, const json_t *ins
     ql_data_options o;
     QL_TRY(options(job, cache, eval, &o, &template));
     QL_GO(list_files(job, data, inside, &f));
-    QL_GO(ql_table_open((const char *const *)f.path, f.n, eval ? NULL : ql_job_str(job, "split"), &rows));
+    QL_GO(ql_table_open((const char *const *)f.path, f.n, eval ? eval_split(data) : ql_job_str(job, "split"), &rows));
     QL_GO(ql_tokenise_start(rows, tok, &o, &t));
     for (int quiet = 0; done < total; quiet++) {
         ql_tokenise_progress(t, &done, &total);

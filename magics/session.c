@@ -1,4 +1,5 @@
 #include "magics/session.h"
+#include "magics/view.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -350,15 +351,43 @@ static ql_status name_to_path(ql_magics *m, ql_job *job, const char *setting, co
     if (!name || strcmp(name, before) == 0) return QL_OK;
     if (strcmp(setting, "adapter") == 0) {
         QL_TRY(adapter_path(m, name, &path));
-    } else if (ql_session_data(m, name, job, &path) != QL_OK) {
-        ql_error_prefix("%s: ", setting);
-        return ql_error_code();
+    } else {
+        char *eval = NULL; /* of a bundled name, as for data */
+        if (ql_session_data(m, name, job, &path) != QL_OK) {
+            ql_error_prefix("%s: ", setting);
+            return ql_error_code();
+        }
+        if (strcmp(path, name) && asprintf(&eval, "%s/eval.jsonl", path) > 0 && exists(eval)) {
+            free(path);
+            path = eval;
+        } else {
+            free(eval);
+        }
     }
     json_t *v = ql_text_json(path, strlen(path));
     ql_status st = ql_job_set(job, setting, v);
     json_decref(v);
     free(path);
     return st;
+}
+
+/* What the call has set without effect, as `config` notes it in its view. */
+static void say_notes(ql_magics *m, const json_t *before, const json_t *after)
+{
+    size_t i, k;
+    json_t *text, *old;
+    json_array_foreach((json_t *)after, i, text) {
+        ql_buf b = {0};
+        char *line = NULL;
+        int known = 0;
+        json_array_foreach((json_t *)before, k, old) known |= json_equal(old, text);
+        if (known || asprintf(&line, "! %s", json_string_value(text)) < 0) continue;
+        ql_view_wrap(&b, line, QL_VIEW_COLUMNS, 2);
+        ql_buf_put(&b, "\n");
+        m->host.print(m->host.self, ql_buf_str(&b));
+        ql_buf_free(&b);
+        free(line);
+    }
 }
 
 ql_status ql_session_apply(ql_magics *m, const ql_call *call, ql_job *job)
@@ -369,7 +398,11 @@ ql_status ql_session_apply(ql_magics *m, const ql_call *call, ql_job *job)
         const char *was = ql_job_str(job, named[i]);
         snprintf(before[i], sizeof before[i], "%s", was ? was : "");
     }
-    QL_TRY(ql_call_apply(call, job));
-    for (size_t i = 0; i < 2; i++) QL_TRY(name_to_path(m, job, named[i], before[i]));
-    return QL_OK;
+    json_t *noted = ql_job_notes(job), *notes = NULL;
+    ql_status st = ql_call_apply(call, job);
+    for (size_t i = 0; i < 2 && st == QL_OK; i++) st = name_to_path(m, job, named[i], before[i]);
+    if (st == QL_OK && call->verb->run != ql_verb_config) say_notes(m, noted, notes = ql_job_notes(job));
+    json_decref(noted);
+    json_decref(notes);
+    return st;
 }

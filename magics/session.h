@@ -42,7 +42,8 @@ ql_status ql_session_text_job(ql_magics *m, const char *run, ql_job **job);
 ql_status ql_session_adapter(ql_magics *m, const char *run, const ql_job *job, json_t **adapter);
 /* A variable's rows as a file of theirs; bundled names and names on the hub as their folders; else what is there. Frees with free(). */
 ql_status ql_session_data(ql_magics *m, const char *name, const ql_job *job, char **path);
-/* The call's settings into the job; a name that `adapter` (of a run, or on the hub) or `eval_dataset` (as for data) gives becomes a path. */
+/* The call's settings into the job; a name that `adapter` (of a run, or on the hub) or `eval_dataset` (as for data) gives becomes a path.
+ * What the call sets without effect is said, by name. */
 ql_status ql_session_apply(ql_magics *m, const ql_call *call, ql_job *job);
 /* Whether there is evaluation data, and its file is there. */
 ql_status ql_session_eval_data(const ql_job *job);

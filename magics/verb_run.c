@@ -344,7 +344,7 @@ ql_status ql_verb_resume(ql_magics *m, const ql_call *call, json_t **out)
     QL_GO(ql_run_report(path, &report));
     QL_GO(ql_run_checkpoint(whole, &checkpoint));
     QL_GO(ql_session_run_job(m, path, &job));
-    QL_GO(ql_call_apply(call, job));
+    QL_GO(ql_session_apply(m, call, job));
     QL_GO(ql_job_check(job));
     const char *slash = strrchr(path, '/');
     run_request q = {.m = m,

@@ -309,6 +309,35 @@ def test_evaluation_data_by_name(tmp_path):
     assert json.loads((tmp_path / "c.json").read_text())["eval_dataset"] == "mine.jsonl"
 
 
+def test_a_folder_is_evaluated_by_its_own_split(tmp_path):
+    """Validation, else test; what is for training only where there is nothing else. A bundled name by its eval.jsonl, as `data` takes it."""
+    for name, text in (("train", "a goat"), ("validation", "an old pirate ship"), ("test", "beans")):
+        (tmp_path / "d").mkdir(exist_ok=True)
+        (tmp_path / "d" / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+
+    def losses(*data):
+        r = shell("load tiny\n" + "".join(f"eval --eval_dataset {d}\n" for d in data), tmp_path, engine=REAL)
+        assert r.returncode == 0, r.stderr
+        return re.findall(r"eval_loss (\S+)", r.stdout)
+    whole, validation, test, train = losses("d", "d/validation.jsonl", "d/test.jsonl", "d/train.jsonl")
+    assert whole == validation and len({validation, test, train}) == 3
+    (tmp_path / "d/validation.jsonl").unlink()
+    assert losses("d") == [test]
+    (tmp_path / "d/test.jsonl").unlink()
+    assert losses("d") == [train]
+    shell("load tiny\nconfig --eval_dataset tiny --save c.json\n", tmp_path)
+    assert json.loads((tmp_path / "c.json").read_text())["eval_dataset"] == str(ROOT / "notebooks/tiny/eval.jsonl")
+
+
+def test_what_has_no_effect_is_said_on_any_line(tmp_path):
+    r = shell("load tiny\ndata tiny\ntrain --max_steps 1 --max_length 64 --report_to wandb --eval_steps 2\n"
+              "resume run-1 --max_steps 2 --torch_compile true\n", tmp_path, engine=REAL)
+    assert "! report_to: accepted, nothing is sent anywhere" in r.stdout and r.stdout.count("! torch_compile: ") == 1, r.stdout + r.stderr
+    assert "! eval_steps: has no effect while eval_strategy is no; --eval_strategy steps" in r.stdout
+    r = shell("config --report_to wandb\nload tiny\ndata tiny\ntrain --max_steps 3\n", tmp_path)
+    assert r.stdout.count("report_to: ") == 1, r.stdout   # config has said it
+
+
 def test_a_stopped_run_goes_on_with_its_own_settings(tmp_path):
     """Settings of train's own line hold for the run: resume has them, also in another notebook."""
     text = "load tiny\ndata tiny\ntrain --max_steps 100000 --max_length 64 --learning_rate 3e-4 --save_steps 1 --save_total_limit 2\n"

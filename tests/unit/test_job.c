@@ -256,6 +256,32 @@ TEST(notes_of_what_has_no_effect)
     ql_job_free(j);
 }
 
+/* Settings that another one leaves without effect. */
+TEST(notes_of_what_waits_for_another)
+{
+    static const struct {
+        const char *job, *note;
+    } k[] = {
+        {"{\"eval_steps\": 10}", "eval_steps: has no effect while eval_strategy is no"},
+        {"{\"eval_steps\": 10, \"eval_strategy\": \"epoch\"}", "eval_steps: has no effect while eval_strategy is epoch"},
+        {"{\"save_steps\": 10, \"save_strategy\": \"no\"}", "save_steps: has no effect while save_strategy is no"},
+        {"{\"num_train_epochs\": 2, \"max_steps\": 5}", "num_train_epochs: has no effect, max_steps wins"},
+        {"{\"warmup_ratio\": 0.1, \"warmup_steps\": 5}", "warmup_ratio: has no effect, warmup_steps wins"},
+        {"{\"eval_steps\": 10, \"eval_strategy\": \"steps\", \"save_steps\": 10, \"num_train_epochs\": 2, \"warmup_ratio\": 0.1}", NULL},
+    };
+    for (size_t i = 0; i < sizeof k / sizeof *k; i++) {
+        json_t *given = json_loads(k[i].job, 0, NULL);
+        ql_job *j = NULL;
+        CHECK_OK(ql_job_from_json(given, &j));
+        json_t *notes = ql_job_notes(j);
+        CHECK_INT(json_array_size(notes), k[i].note != NULL);
+        if (k[i].note) CHECK(strstr(json_string_value(json_array_get(notes, 0)), k[i].note));
+        json_decref(notes);
+        json_decref(given);
+        ql_job_free(j);
+    }
+}
+
 /* What is on without a choice is said where it is turned off, under each of its names. */
 TEST(prefetch_is_always_on_and_said_so)
 {
@@ -449,6 +475,7 @@ TEST(forms)
 }
 
 TEST_MAIN(T(table_is_sound), T(upstream_names_are_known), T(defaults_of_qlora), T(values_in_every_form), T(bad_values_name_the_setting), T(hostile_json_is_refused),
-          T(what_upstream_says_by_default_is_harmless), T(notes_of_what_has_no_effect), T(prefetch_is_always_on_and_said_so),
+          T(what_upstream_says_by_default_is_harmless), T(notes_of_what_has_no_effect), T(notes_of_what_waits_for_another),
+          T(prefetch_is_always_on_and_said_so),
           T(fsdp_config_from_a_file), T(what_is_refused_is_not_proposed), T(jobs_travel_as_json), T(nearest_names), T(conflicts),
           T(forms))
