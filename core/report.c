@@ -42,19 +42,9 @@ ql_status ql_model_report(const ql_job *job, json_t **out)
     char trainable[256];
     int64_t bytes = 0;
     if (!path) QL_FAIL(QL_EINVAL, "no model: `load NAME` first");
-    st = ql_model_open(path, &m);
-    if (st != QL_OK) {
-        /* A config.json without weights is enough for plans. */
-        char first[2048];
-        ql_status why = st;
-        snprintf(first, sizeof first, "%s", ql_error());
-        ql_error_clear();
-        st = ql_model_open_config(path, &m);
-        if (st != QL_OK) {
-            ql_error_clear();
-            return ql_fail(why, "%s", first);
-        }
-    }
+    /* A config.json without weights is enough for plans. */
+    if (ql_path_is_dir(path) ? ql_st_any(path) : !ql_path_is_file(path) || !strstr(path, ".json")) QL_GO(ql_model_open(path, &m));
+    else QL_GO(ql_model_open_config(path, &m));
     ql_model_skip(m, ql_job_get(job, "llm_int8_skip_modules"));
     QL_GO(ql_lora_of_job(job, NULL, &m->cfg, &lora));
     QL_GO(base_bytes(job, m, &bytes));

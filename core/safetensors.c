@@ -5,6 +5,7 @@
 #include "core/hash.h"
 #include "core/json.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -131,8 +132,9 @@ static ql_status read_tensor(const st_file *f, int number, int64_t data_at, cons
         QL_FAIL(QL_EINVAL, "%s: tensor '%s' needs data_offsets [begin, end]", f->base, name);
     if (begin < 0 || end < begin || end > data_size)
         QL_FAIL(QL_EINVAL,
-                "%s: tensor '%s': data_offsets [%lld, %lld] lie outside the %lld bytes of data",
-                f->base, name, (long long)begin, (long long)end, (long long)data_size);
+                "%s: tensor '%s': data_offsets [%lld, %lld] lie outside the %lld bytes of data%s",
+                f->base, name, (long long)begin, (long long)end, (long long)data_size,
+                end > data_size ? ": the file is cut short, get it again" : "");
     if (end - begin != t->bytes)
         QL_FAIL(QL_EINVAL,
                 "%s: tensor '%s': shape and dtype need %lld bytes, data_offsets span %lld", f->base,
@@ -373,6 +375,17 @@ static ql_status open_dir(ql_st *st, const char *dir)
                 "model.save_pretrained)",
                 dir);
     QL_FAIL(QL_EINVAL, "%s has neither model.safetensors nor model.safetensors.index.json", dir);
+}
+
+bool ql_st_any(const char *dir)
+{
+    struct dirent *e;
+    bool any = false;
+    DIR *d = opendir(dir);
+    while (d && !any && (e = readdir(d)))
+        any = strstr(e->d_name, ".safetensors") || strncmp(e->d_name, "pytorch_model", 13) == 0;
+    if (d) closedir(d);
+    return any;
 }
 
 ql_status ql_st_open(const char *path, ql_st **out)

@@ -22,6 +22,8 @@ typedef struct ql_st ql_st;
 
 /* path: a .safetensors file, or a folder with model.safetensors or model.safetensors.index.json. */
 ql_status ql_st_open(const char *path, ql_st **out) QL_MUST_USE;
+/* The folder holds weights in some form, whole or not. */
+bool ql_st_any(const char *dir);
 void ql_st_close(ql_st *st);
 
 int64_t ql_st_count(const ql_st *st);

@@ -27,7 +27,7 @@ json_t *ql_view_model(const json_t *m)
     double n = ql_jnum(m, "parameters", NONE), bytes = ql_jnum(m, "bytes", NONE);
     if (isfinite(n)) ql_buf_printf(&b, "%s parameters", ql_fmt_count(n).s);
     if (isfinite(bytes))
-        ql_buf_printf(&b, "%s%s on disk", b.len ? ", " : "", ql_fmt_bytes(bytes).s);
+        ql_buf_printf(&b, "%sbase of %s once placed", b.len ? ", " : "", ql_fmt_bytes(bytes).s);
     ql_view_title(&v, name, "%s", ql_buf_str(&b));
     ql_table_begin(&t, "|", &names);
     pair(&t, "architecture", ql_jstr(m, "arch", ""));
@@ -42,11 +42,13 @@ json_t *ql_view_model(const json_t *m)
     pair(&t, "stored as",
          json_is_string(q)  ? json_string_value(q)
          : json_is_true(q)  ? "NF4 (bitsandbytes)"
-         : json_is_false(q) ? "16-bit"
+         : json_is_false(q) ? ql_jstr(m, "dtype", "16-bit")
                             : "");
     pair(&t, "adapters", ql_jstr(m, "trainable", ""));
     pair(&t, "folder", ql_jstr(m, "path", ""));
     ql_table_end(&v, &t);
+    if (json_is_false(json_object_get(m, "weights")))
+        ql_view_warn(&v, "config.json alone, without weights: enough for %qlora plan, not for a run.");
     ql_view_note(&v, "Nothing is on a device yet: %%qlora plan shows where it will rest.");
     ql_buf_free(&names);
     ql_buf_free(&b);

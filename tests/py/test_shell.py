@@ -329,6 +329,24 @@ def test_a_folder_is_evaluated_by_its_own_split(tmp_path):
     assert json.loads((tmp_path / "c.json").read_text())["eval_dataset"] == str(ROOT / "notebooks/tiny/eval.jsonl")
 
 
+def test_load_reads_headers_and_says_what_is_there(tmp_path):
+    """A file that is cut short is an error of load, not of the run that comes later; config.json alone is enough for a plan, and said so."""
+    import shutil
+    tiny = ROOT / "notebooks/tiny"
+    for name in ("cut", "part", "bin", "config"):
+        (tmp_path / name).mkdir()
+        shutil.copy(tiny / "config.json", tmp_path / name)
+    (tmp_path / "cut/model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes()[:200000])
+    (tmp_path / "part/model-00001-of-00002.safetensors").write_text("")
+    (tmp_path / "bin/pytorch_model.bin").write_text("")
+    for name, part in (("cut", "the file is cut short, get it again"), ("part", "neither model.safetensors nor"), ("bin", "pytorch_model.bin only")):
+        r = shell(f"load {name}\n", tmp_path)
+        assert r.returncode == 1 and part in r.stderr, r.stdout + r.stderr
+    r = shell(f"load config\nplan\nload {ROOT}/tests/golden/qwen3/model\n", tmp_path, engine=REAL)
+    assert r.returncode == 0 and "! config.json alone, without weights: enough for %qlora plan" in r.stdout, r.stderr
+    assert "stored as     bfloat16" in r.stdout and "stored as     float32" in r.stdout and "base of 436 KiB once placed" in r.stdout
+
+
 def test_what_has_no_effect_is_said_on_any_line(tmp_path):
     r = shell("load tiny\ndata tiny\ntrain --max_steps 1 --max_length 64 --report_to wandb --eval_steps 2\n"
               "resume run-1 --max_steps 2 --torch_compile true\n", tmp_path, engine=REAL)
