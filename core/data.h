@@ -24,6 +24,7 @@ size_t ql_table_memory(const ql_table *r); /* bytes of the index */
 /* Row i as an object; a plain-text file's rows are {"text"}. A broken row is QL_EINVAL and names file and
  * line. */
 ql_status ql_table_get(ql_table *r, int64_t i, json_t **out) QL_MUST_USE;
+int64_t ql_table_not_utf8(const ql_table *r); /* of the rows got so far, those whose bytes were not UTF-8 */
 /* 16 bytes that change when any content does. */
 ql_status ql_table_hash(ql_table *r, uint64_t out[2]) QL_MUST_USE;
 
@@ -68,6 +69,9 @@ typedef struct {
 } ql_example;
 void ql_example_free(ql_example *e);
 
+/* A row of a data set whose column has nothing in it: no other row is to be judged by it. */
+bool ql_row_is_empty(const json_t *row, const ql_data_options *o);
+
 typedef struct ql_formatter ql_formatter;
 /* Recognises the rows by the first one. The tokenizer must outlive the formatter; NULL: rows of ids only. */
 ql_status ql_formatter_new(ql_tok *tok, const json_t *first_row, const ql_data_options *o,
@@ -88,7 +92,7 @@ ql_status ql_tokenise_start(ql_table *rows, ql_tok *tok, const ql_data_options *
 void ql_tokenise_progress(const ql_tokenising *t, int64_t *done, int64_t *total);
 void ql_tokenise_stop(ql_tokenising *t); /* wait then fails with QL_ESTOP */
 /* Waits; the dataset's about: {"rows","examples","tokens","trained_tokens","truncated","prompt_not_prefix",
- * "kind","skipped":{reason:count},"first":{reason:text}}. Nothing left to train on is an error that names the
+ * "not_utf8","kind","skipped":{reason:count},"first":{reason:text}}. Nothing left to train on is an error that names the
  * cause. */
 ql_status ql_tokenise_wait(ql_tokenising *t, ql_dataset **out) QL_MUST_USE;
 bool ql_tokenise_cached(const ql_tokenising *t); /* after wait: nothing had to be done */

@@ -54,13 +54,28 @@ static ql_row_kind recognise(const json_t *row, const char *text_field)
     return strncmp(s, HUMAN, sizeof HUMAN - 1) == 0 && strstr(s, BOT) ? QL_ROW_OIG : QL_ROW_TEXT;
 }
 
+bool ql_row_is_empty(const json_t *row, const ql_data_options *o)
+{
+    const char *const names[] = {o->text_field ? o->text_field : "text", "messages", "conversations", "instruction", "output", "input_ids"};
+    ql_row_kind kind = recognise(row, names[0]);
+    if (kind == QL_ROW_TEXT) return !json_string_length(json_object_get(row, names[0]));
+    for (size_t i = 0; kind == QL_ROW_UNKNOWN && i < sizeof names / sizeof *names; i++) {
+        const json_t *v = json_object_get(row, names[i]);
+        if (json_is_null(v) || (json_is_array(v) && !json_array_size(v))) return true;
+    }
+    return false;
+}
+
 static ql_status unknown_columns(const json_t *row, const char *text_field, bool named)
 {
     ql_str names = {0};
-    json_t *o = (json_t *)(uintptr_t)row, *text = json_object_get(row, text_field);
+    json_t *o = (json_t *)(uintptr_t)row, *v;
     static const char *const types[] = {"an object", "a list", "text", "a whole number", "a number", "true", "false", "null"};
-    if (text && !json_is_string(text))
-        QL_FAIL(QL_EINVAL, "the column '%.60s' must hold text; in the first row it is %s", text_field, types[json_typeof(text)]);
+    const char *const wrong[][2] = {{text_field, "text"}, {"messages", "a list of messages"}, {"conversations", "a list of messages"}};
+    for (int i = 0; i < 3; i++)
+        if ((v = json_object_get(o, wrong[i][0])) && !(i == 0 && json_is_string(v)))
+            QL_FAIL(QL_EINVAL, "the column '%.60s' must hold %s; in the first row it is %s%s", wrong[i][0], wrong[i][1], types[json_typeof(v)],
+                    json_is_object(v) ? " (a table by columns? pandas writes rows with to_json(orient=\"records\"))" : "");
     for (void *it = json_object_iter(o); it && names.len < 500; it = json_object_iter_next(o, it))
         (void)ql_str_printf(&names, "%s'%.60s'", names.len ? ", " : "", json_object_iter_key(it));
     const char *all = names.data ? names.data : "(none)";
@@ -292,7 +307,10 @@ static ql_status format_sharegpt(ql_formatter *f, const json_t *row, ql_example 
         const char *from = json_string_value(json_object_get(turn, "from")), *role = role_of(from);
         json_t *value = json_object_get(turn, "value");
         if (st != QL_OK) break;
-        if (!role || !json_is_string(value)) {
+        if (role && !json_is_string(value)) {
+            e->reason = "no text";
+            st = ql_fail(QL_EINVAL, "turn %zu, from '%.60s', has no text", i + 1, from);
+        } else if (!role) {
             e->reason = "an unknown speaker";
             st = ql_fail(QL_EINVAL, "turn %zu is from '%.60s', which is none of human, gpt, system, tool", i + 1,
                          from ? from : "(nobody)");

@@ -100,6 +100,7 @@ static json_t *warnings(const ql_dataset *d, const counts *c, const ql_tok_names
     json_t *list = json_array();
     ql_str s = {0};
     int64_t docs = ql_dataset_documents(d), cut = json_integer_value(json_object_get(about, "truncated"));
+    int64_t not_utf8 = json_integer_value(json_object_get(about, "not_utf8"));
     int64_t odd = json_integer_value(json_object_get(about, "prompt_not_prefix"));
     if (c->two_bos)
         warn(list, &s, ql_str_printf(&s, "%lld samples begin with two %s: the text brings one and the tokenizer adds one",
@@ -112,6 +113,9 @@ static json_t *warnings(const ql_dataset *d, const counts *c, const ql_tok_names
     if (cut)
         warn(list, &s, ql_str_printf(&s, "%lld of %lld samples (%.1f %%) were cut to max_length and lose their end",
                                      (long long)cut, (long long)docs, 100.0 * (double)cut / (double)docs));
+    if (not_utf8)
+        warn(list, &s, ql_str_printf(&s, "%lld row%s not in UTF-8: letters are lost there. Save the data anew (iconv -f LATIN1 -t UTF-8)",
+                                     (long long)not_utf8, not_utf8 == 1 ? "" : "s"));
     if (odd)
         warn(list, &s, ql_str_printf(&s, "in %lld samples the prompt's tokens are not how the sample begins: what is trained "
                                          "on begins where they part, inside the prompt; end prompts before a space", (long long)odd));

@@ -31,6 +31,7 @@ struct ql_table {
     uint64_t *row; /* where each begins, in the table's numbering */
     size_t n, cap;
     size_t first, count; /* after --split */
+    int64_t not_utf8;    /* rows read so far that were not */
 };
 
 static ql_status add_row(ql_table *r, uint64_t at)
@@ -146,7 +147,7 @@ static ql_status index_json(ql_table *r, source *s)
             ql_base_name(s->path));
 }
 
-/* The end of the CSV record at p (behind its line end). */
+/* The end of the CSV record at p (behind its line end, which may be an old Mac's); NULL: a quote is never closed. */
 static const char *skip_record(const char *p, const char *end, char sep)
 {
     bool start = true; /* of a field: only there do quotes open */
@@ -157,9 +158,9 @@ static const char *skip_record(const char *p, const char *end, char sep)
                 if (p + 1 < end && p[1] == '"') p++;
                 else break;
             }
-            if (p >= end) return end;
+            if (p >= end) return NULL;
             start = false;
-        } else if (*p == '\n') {
+        } else if (*p == '\n' || (*p == '\r' && p + 1 < end && p[1] != '\n')) {
             return p + 1;
         } else {
             start = *p == sep;
@@ -205,13 +206,18 @@ static ql_status index_csv(ql_table *r, source *s)
     const char *p = behind_mark(s), *end = s->map + s->size;
     char sep = s->format == QL_FILE_CSV ? ',' : '\t';
     const char *e = skip_record(p, end, sep);
+    size_t before = r->n;
     s->columns = json_array();
     if (!s->columns) QL_FAIL(QL_ENOMEM, "no memory for %s", ql_base_name(s->path));
-    QL_TRY(csv_fields(p, e, sep, s->columns));
-    for (p = e; p < end; p = e) {
+    if (e) QL_TRY(csv_fields(p, e, sep, s->columns));
+    for (p = e; e && p < end; p = e) {
         e = skip_record(p, end, sep);
-        if (!blank_line(p, e - (e > p && e[-1] == '\n'), sep)) QL_TRY(add_row(r, s->base + (uint64_t)(p - s->map)));
+        if (e && !blank_line(p, e - (e > p && e[-1] == '\n'), sep)) QL_TRY(add_row(r, s->base + (uint64_t)(p - s->map)));
     }
+    if (!e)
+        QL_FAIL(QL_EINVAL, "%s: a quote that opens a field of row %zu is never closed and would take all that follows with it. Close it; or, where "
+                           "quotes are plain letters, read the file with pandas (quoting=3) and give the variable's name",
+                ql_base_name(s->path), r->n - before + 1);
     return QL_OK;
 }
 
@@ -419,28 +425,51 @@ size_t ql_table_memory(const ql_table *r)
     return r->cap * sizeof *r->row;
 }
 
+/* Python writes NaN and Infinity, which JSON does not have: null instead. */
+static ql_status without_nan(const char *p, size_t n, ql_str *out)
+{
+    static const char *const words[] = {"NaN", "-Infinity", "Infinity"};
+    const char *end = p + n, *from = p;
+    for (; p < end; p++) {
+        size_t len = 0;
+        if (*p == '"')
+            for (p++; p < end && *p != '"'; p++) p += *p == '\\';
+        for (int k = 0; k < 3 && !len; k++)
+            if (end - p >= (ptrdiff_t)strlen(words[k]) && memcmp(p, words[k], strlen(words[k])) == 0) len = strlen(words[k]);
+        if (!len) continue;
+        QL_TRY(ql_str_add(out, from, (size_t)(p - from)));
+        QL_TRY(ql_str_puts(out, "null"));
+        from = p + len, p = from - 1;
+    }
+    return from < end ? ql_str_add(out, from, (size_t)(end - from)) : QL_OK;
+}
+
 static ql_status parse_row(const source *s, size_t number, const char *p, const char *end, json_t **out)
 {
     json_error_t err;
-    ql_str good = {0};
-    size_t n = (size_t)(end - p), flags = JSON_ALLOW_NUL | JSON_DISABLE_EOF_CHECK;
-    if (s->format == QL_FILE_JSONL) flags = JSON_ALLOW_NUL;
+    ql_str good = {0}, plain = {0};
+    size_t n = (size_t)(end - p), flags = JSON_ALLOW_NUL | JSON_DECODE_ANY;
+    ql_status st = QL_OK;
+    if (s->format != QL_FILE_JSONL) flags |= JSON_DISABLE_EOF_CHECK;
     if (ql_utf8_valid(p, n) < n) {
-        QL_TRY(ql_utf8_repair(p, n, &good));
+        QL_GO(ql_utf8_repair(p, n, &good));
         p = good.data, n = good.len;
     }
     json_t *v = json_loadb(p, n, flags, &err);
     /* Integers beyond 64 bits are no reason to lose a row. */
     if (!v && json_error_code(&err) == json_error_numeric_overflow)
         v = json_loadb(p, n, flags | JSON_DECODE_INT_AS_REAL, &err);
-    ql_str_free(&good);
-    if (!v) QL_FAIL(QL_EINVAL, "%s, row %zu: %s", ql_base_name(s->path), number, err.text);
-    if (!json_is_object(v)) {
-        json_decref(v);
-        QL_FAIL(QL_EINVAL, "%s, row %zu: not an object", ql_base_name(s->path), number);
+    if (!v && json_error_code(&err) == json_error_invalid_syntax) {
+        QL_GO(without_nan(p, n, &plain));
+        if (plain.len) v = json_loadb(plain.data, plain.len, flags, &err);
     }
-    *out = v;
-    return QL_OK;
+    if (!v) QL_GO(ql_fail(QL_EINVAL, "%s, row %zu: %s", ql_base_name(s->path), number, err.text));
+    if (json_is_string(v)) v = json_pack("{s:o}", "text", v); /* as in a list of Python's */
+    if (json_is_object(v)) *out = v;
+    else json_decref(v), st = ql_fail(QL_EINVAL, "%s, row %zu: not an object", ql_base_name(s->path), number);
+out:
+    ql_str_free(&good), ql_str_free(&plain);
+    return st;
 }
 
 static ql_status csv_row(const source *s, size_t number, const char *p, const char *end, json_t **out)
@@ -488,10 +517,17 @@ ql_status ql_table_get(ql_table *r, int64_t i, json_t **out)
     } else if (s->format == QL_FILE_JSON) {
         end = skip_value(p, end);
     } else {
-        end = skip_record(p, end, s->format == QL_FILE_CSV ? ',' : '\t');
+        const char *e = skip_record(p, end, s->format == QL_FILE_CSV ? ',' : '\t');
+        if (e) end = e;
     }
+    r->not_utf8 += ql_utf8_valid(p, (size_t)(end - p)) < (size_t)(end - p);
     if (s->format == QL_FILE_TEXT) return text_row(p, end, out);
     return s->format == QL_FILE_CSV || s->format == QL_FILE_TSV ? csv_row(s, k + 1, p, end, out) : parse_row(s, k + 1, p, end, out);
+}
+
+int64_t ql_table_not_utf8(const ql_table *r)
+{
+    return r->not_utf8;
 }
 
 ql_status ql_table_hash(ql_table *r, uint64_t out[2])

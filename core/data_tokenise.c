@@ -46,7 +46,7 @@ static ql_status choose_path(ql_tokenising *t)
         return QL_OK;
     }
     QL_TRY(ql_table_hash(t->rows, h));
-    enum { RULES = 2 }; /* changes when the same row becomes other tokens or another mask */
+    enum { RULES = 3 }; /* changes when the same row becomes other tokens or another mask */
     int64_t numbers[] = {RULES, t->o.packing == QL_PACK_WRAPPED ? 0 : t->o.max_length, t->o.packing == QL_PACK_BFD_SPLIT, t->o.loss_on, (int64_t)ql_tok_hash(t->tok)};
     for (int k = 0; k < 2; k++) {
         h[k] = ql_hash(h[k], numbers, sizeof numbers);
@@ -90,7 +90,12 @@ static ql_status do_row(ql_tokenising *t, ql_formatter **f, int64_t i, ql_exampl
     ql_status st = ql_table_get(t->rows, i, &row);
     if (st == QL_EINVAL) return count_skipped(t, "broken row");
     if (st != QL_OK) return st;
-    if (!*f) { /* the first readable row says what all of them are */
+    if (!*f && ql_row_is_empty(row, &t->o)) {
+        json_decref(row);
+        ql_fail(QL_EINVAL, "row %lld: there is nothing in its column", (long long)i + 1);
+        return count_skipped(t, "empty");
+    }
+    if (!*f) { /* the first row with something in it says what all of them are */
         st = ql_formatter_new(t->tok, row, &t->o, f);
         if (st == QL_OK) t->kind = ql_formatter_kind(*f);
     }
@@ -139,10 +144,10 @@ static ql_status tokenise(ql_tokenising *t)
         atomic_store_explicit(&t->done, i + 1, memory_order_relaxed);
     }
     if (!t->examples) QL_GO(nothing_left(t));
-    about = json_pack("{s:I,s:I,s:I,s:I,s:I,s:I,s:s,s:O,s:O}", "rows", (json_int_t)t->total, "examples",
+    about = json_pack("{s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:s,s:O,s:O}", "rows", (json_int_t)t->total, "examples",
                       (json_int_t)t->examples, "tokens", (json_int_t)t->tokens, "trained_tokens", (json_int_t)t->trained,
-                      "truncated", (json_int_t)t->truncated, "prompt_not_prefix", (json_int_t)t->odd_prompts, "kind",
-                      ql_row_kind_name(t->kind), "skipped", t->skipped, "first", t->first);
+                      "truncated", (json_int_t)t->truncated, "prompt_not_prefix", (json_int_t)t->odd_prompts, "not_utf8",
+                      (json_int_t)ql_table_not_utf8(t->rows), "kind", ql_row_kind_name(t->kind), "skipped", t->skipped, "first", t->first);
     if (!about) st = ql_fail(QL_ENOMEM, "no memory for a data set's description");
     else st = ql_dataset_commit(w, about);
 out:

@@ -71,6 +71,23 @@ TEST(formats_are_read)
     CHECK_INT(ql_table_count(t), 2);
     CHECK_STR(cell(t, 1, "n"), "2");
     ql_table_close(t);
+    CHECK_OK(open_one(file("mac.csv", "text,n\rone,1\r\"two\rlines\",2\r"), NULL, &t));
+    CHECK_INT(ql_table_count(t), 2);
+    CHECK_STR(cell(t, 1, "text"), "two\rlines");
+    ql_table_close(t);
+    /* What Python's json writes and JSON does not have. */
+    CHECK_OK(open_one(file("nan.jsonl", "{\"text\":\"NaN \\\"\",\"x\":[NaN,-Infinity],\"y\":Infinity,\"n\":1}\n{\"text\":NaN,\"z\":Nan}\n"), NULL, &t));
+    CHECK_STR(cell(t, 0, "text"), "NaN \"");
+    json_t *row = NULL;
+    CHECK_OK(ql_table_get(t, 0, &row));
+    CHECK(json_is_null(json_object_get(row, "y")) && json_is_integer(json_object_get(row, "n")));
+    json_decref(row);
+    CHECK_FAILS(ql_table_get(t, 1, &row), QL_EINVAL, "nan.jsonl, row 2");
+    ql_table_close(t);
+    CHECK_OK(open_one(file("list.json", "[\"one\", \"two, three\", 3]"), NULL, &t));
+    CHECK_STR(cell(t, 1, "text"), "two, three");
+    CHECK_FAILS(ql_table_get(t, 2, &row), QL_EINVAL, "row 3: not an object");
+    ql_table_close(t);
     /* The mark of Windows' editors is no text, whatever the format. */
     CHECK_OK(open_one(file("m.jsonl", "\xef\xbb\xbf{\"text\":\"one\"}\n"), NULL, &t));
     CHECK_STR(cell(t, 0, "text"), "one");
@@ -109,6 +126,7 @@ TEST(splits_globs_and_folders)
     CHECK_FAILS(open_one(path, "train[5:5]", &t), QL_EINVAL, "empty");
     CHECK_FAILS(open_one(path, "train[x:5]", &t), QL_EINVAL, "'x'");
     CHECK_FAILS(open_one(path, "train[:10%]+train[90%:]", &t), QL_ENOSUP, "only one part");
+    CHECK_FAILS(open_one(file("open.csv", "text,n\na,1\n\"b,2\nc,3\n"), NULL, &t), QL_EINVAL, "a field of row 2 is never closed");
     CHECK_FAILS(open_one(file("wide.csv", "\xff\xfet"), NULL, &t), QL_ENOSUP, "UTF-16");
     CHECK_FAILS(open_one(file("two.json", "[{\"text\":\"a\"}]\n[{\"text\":\"b\"}]"), NULL, &t), QL_EINVAL, "more behind its array of 1 rows");
     CHECK_FAILS(open_one(path, "train[10%", &t), QL_EINVAL, "train[from:to]");
@@ -302,6 +320,10 @@ TEST(causes_are_named)
     ql_str s = {0};
     ql_example e = {0};
     CHECK_FAILS(show("qwen", "{\"question\":\"a\",\"answer\":\"b\"}", &o, &s, &e), QL_EINVAL, "'question', 'answer'");
+    CHECK_FAILS(show("qwen", "{\"messages\":\"[]\"}", &o, &s, &e), QL_EINVAL, "'messages' must hold a list of messages; in the first row it is text");
+    CHECK_FAILS(show("qwen", "{\"text\":{\"0\":\"a\"}}", &o, &s, &e), QL_EINVAL, "orient=\"records\"");
+    CHECK_FAILS(show("qwen", "{\"conversations\":[{\"from\":\"human\",\"value\":\"a\"},{\"from\":\"gpt\",\"value\":null}]}", &o, &s, &e), QL_EINVAL,
+                "turn 2, from 'gpt', has no text");
     CHECK_FAILS(show("flags", "{\"messages\":[]}", &o, &s, &e), QL_EINVAL, "no chat template");
     CHECK_FAILS(show("qwen", "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"tools\":\"[{\"}", &o, &s, &e), QL_EINVAL, "'tools'");
     CHECK_FAILS(show("qwen", "{\"input_ids\":[1,-2]}", &o, &s, &e), QL_EINVAL, "input_ids[1]");
@@ -367,6 +389,37 @@ TEST(tokenised_in_a_thread_and_cached)
     CHECK_FAILS(ql_tokenise_wait(k, &d), QL_EINVAL, "1 x all labels masked after truncation");
     CHECK(!d);
     ql_tokenise_free(k), ql_table_close(t), ql_tok_close(tok);
+}
+
+/* Rows with nothing in them say nothing about the others, and text that is not UTF-8 is warned of. */
+TEST(the_first_row_with_something_in_it_counts)
+{
+    static const struct {
+        const char *rows, *kind;
+    } cases[] = {{"{\"text\":null}\n{\"text\":\"caf\xe9\"}\n", "text"},
+                 {"{\"text\":\"\"}\n{\"text\":\"<human>: a <bot>: b\"}\n", "OIG text"},
+                 {"{\"conversations\":[]}\n{\"conversations\":[{\"from\":\"human\",\"value\":\"a\"}]}\n", "ShareGPT"},
+                 {"{\"instruction\":null,\"output\":null}\n{\"instruction\":\"a\",\"output\":\"b\"}\n", "Alpaca"}};
+    ql_tok *tok = NULL;
+    ql_data_options o = {0};
+    CHECK_OK(ql_tok_open("tests/text/data/qwen", &tok));
+    for (int i = 0; i < 4; i++) {
+        ql_table *t = NULL;
+        ql_tokenising *k = NULL;
+        ql_dataset *d = NULL;
+        json_t *report = NULL;
+        CHECK_OK(open_one(file("first.jsonl", cases[i].rows), NULL, &t));
+        CHECK_OK(ql_tokenise_start(t, tok, &o, &k));
+        CHECK_OK(ql_tokenise_wait(k, &d));
+        CHECK_OK(ql_data_lint(d, tok, 0, &report));
+        CHECK_INT(ql_dataset_size(d), 1);
+        CHECK_STR(json_string_value(json_object_get(report, "kind")), cases[i].kind);
+        CHECK_INT(json_integer_value(json_object_get(json_object_get(report, "skipped"), "empty")), 1);
+        const char *warning = json_string_value(json_array_get(json_object_get(report, "warnings"), 0));
+        CHECK((warning && strstr(warning, "1 row not in UTF-8")) == (i == 0));
+        ql_dataset_close(d), ql_tokenise_free(k), ql_table_close(t), json_decref(report);
+    }
+    ql_tok_close(tok);
 }
 
 static int cached(const char *text, ql_tok *tok, const ql_data_options *o)
@@ -458,5 +511,5 @@ TEST(clean_up)
 }
 
 TEST_MAIN(T(formats_are_read), T(splits_globs_and_folders), T(rows_are_pushed_by_a_front_end),
-          T(rows_become_masked_ids), T(many_turns_of_plain_text), T(causes_are_named), T(tokenised_in_a_thread_and_cached), T(the_cache_goes_by_content),
+          T(rows_become_masked_ids), T(many_turns_of_plain_text), T(causes_are_named), T(tokenised_in_a_thread_and_cached), T(the_first_row_with_something_in_it_counts), T(the_cache_goes_by_content),
           T(pad_may_be_eos), T(long_samples_are_split_when_asked), T(clean_up))
