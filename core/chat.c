@@ -97,23 +97,53 @@ static bool begins(const ql_str *full, const ql_str *part)
     return part->len <= full->len && memcmp(full->data, part->data, part->len) == 0;
 }
 
+enum { ALL = -1 };
+
+/* Renders the first n messages without number `skip`. */
+static ql_status render_some(const ql_chat *c, const json_t *messages, size_t n, int64_t skip, const json_t *tools, const json_t *extra,
+                             unsigned flags, ql_chat_text *out)
+{
+    json_t *some = json_array();
+    bool bad = !some;
+    for (size_t i = 0; i < n; i++)
+        if ((int64_t)i != skip) bad |= json_array_append(some, json_array_get(messages, i)) != 0;
+    ql_status st = bad ? ql_fail(QL_ENOMEM, "no memory for a conversation") : render(c, some, tools, extra, flags, NULL, out);
+    json_decref(some);
+    return st;
+}
+
 /* Renders the first n messages, which must be how `full` begins; *end is where they end. */
 static ql_status prefix(const ql_chat *c, const json_t *messages, size_t n, const json_t *tools,
                         const json_t *extra, unsigned flags, const ql_str *full, size_t *end)
 {
     ql_chat_text part = {0};
-    json_t *some = json_array();
-    bool bad = !some;
-    for (size_t i = 0; i < n; i++) bad |= json_array_append(some, json_array_get(messages, i)) != 0;
-    ql_status st = bad ? ql_fail(QL_ENOMEM, "no memory for a conversation") : QL_OK;
-    if (st == QL_OK) st = render(c, some, tools, extra, flags, NULL, &part);
+    ql_status st = render_some(c, messages, n, ALL, tools, extra, flags, &part);
     if (st == QL_OK && !begins(full, &part.text))
         st = ql_fail(QL_ENOSUP, "what the assistant says cannot be told apart: the chat template renders the first "
                                 "%zu messages alone differently than in the whole conversation. Use a template with "
                                 "{%% generation %%} marks (chat_template=\"chatml\" is one)", n);
     *end = part.text.len;
     ql_chat_text_free(&part);
-    json_decref(some);
+    return st;
+}
+
+/* Where message k ends, of a template that renders it differently when it is the last one (Qwen3 then shows what was thought): before
+ * all that message k + 1 adds, which is what it adds to the messages before k alone. */
+static ql_status end_by_next(const ql_chat *c, const json_t *messages, size_t k, const json_t *tools, const json_t *extra, const ql_str *full,
+                             size_t *end)
+{
+    ql_chat_text before = {0}, without = {0};
+    size_t with;
+    ql_status st = QL_OK;
+    QL_GO(prefix(c, messages, k + 2, tools, extra, 0, full, &with));
+    QL_GO(render_some(c, messages, k, ALL, tools, extra, 0, &before));
+    QL_GO(render_some(c, messages, k + 2, (int64_t)k, tools, extra, 0, &without));
+    size_t adds = without.text.len - before.text.len;
+    if (!begins(&without.text, &before.text) || !adds || adds > with || memcmp(full->data + with - adds, without.text.data + before.text.len, adds) != 0)
+        st = QL_ENOSUP;
+    *end = with - adds;
+out:
+    ql_chat_text_free(&before), ql_chat_text_free(&without);
     return st;
 }
 
@@ -131,7 +161,9 @@ static ql_status spans_by_prefixes(const ql_chat *c, const json_t *messages, con
         if (k == 0)
             QL_FAIL(QL_ENOSUP, "what the assistant says cannot be told apart: the conversation begins with it");
         QL_TRY(prefix(c, messages, k, tools, extra, QL_CHAT_PROMPT, &out->text, &start));
-        if (k + 1 < n) QL_TRY(prefix(c, messages, k + 1, tools, extra, 0, &out->text, &end));
+        ql_status st = k + 1 < n ? prefix(c, messages, k + 1, tools, extra, 0, &out->text, &end) : QL_OK;
+        if (st == QL_ENOSUP && end_by_next(c, messages, k, tools, extra, &out->text, &end) == QL_OK) ql_error_clear(), st = QL_OK;
+        QL_TRY(st);
         if (end > start) QL_TRY(add_span(out, start, end));
     }
     return QL_OK;

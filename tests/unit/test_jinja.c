@@ -170,6 +170,51 @@ TEST(spans_by_prefixes)
     ql_chat_close(c), ql_chat_text_free(&t), json_decref(m);
 }
 
+/* With templates whose turns show by their headers: spans run from behind each of the assistant's headers to the next header. */
+TEST(spans_of_published_templates)
+{
+    static const struct {
+        const char *name, *assistant, *any;
+        int refused; /* Qwen3: what was thought before a call shows until the next question is asked */
+    } all[] = {{"qwen2_5", "<|im_start|>assistant\n", "<|im_start|>", 0},
+               {"qwen3", "<|im_start|>assistant\n", "<|im_start|>", 1},
+               {"qwen3_instruct_2507", "<|im_start|>assistant\n", "<|im_start|>", 0},
+               {"llama3_1", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|start_header_id|>", 0}};
+    ql_tok_names names = {.bos_token = "<s>", .eos_token = "</s>"};
+    ql_str lines = {0};
+    CHECK_OK(read_all("tests/text/data/chats.jsonl", &lines));
+    for (int k = 0; k < 4; k++) {
+        ql_chat *chat = NULL;
+        ql_chat_text t = {0};
+        ql_str template = {0};
+        char path[128];
+        int refused = 0, good = 0;
+        snprintf(path, sizeof path, "tests/text/templates/%s.jinja", all[k].name);
+        CHECK_OK(read_all(path, &template));
+        CHECK_OK(ql_chat_open(template.data, &names, &chat));
+        for (char *p = lines.data, *e; (e = strchr(p, '\n')); p = e + 1) {
+            json_t *c = json_loadb(p, (size_t)(e - p), 0, NULL);
+            ql_status st = ql_chat_render(chat, json_object_get(c, "messages"), json_object_get(c, "tools"), json_object_get(c, "extra"), QL_CHAT_SPANS, &t);
+            size_t n = 0;
+            refused += st == QL_ENOSUP;
+            for (const char *at = t.text.data; st == QL_OK && (at = strstr(at, all[k].assistant)); n++) {
+                at += strlen(all[k].assistant);
+                const char *end = strstr(at, all[k].any);
+                size_t from = (size_t)(at - t.text.data), to = end ? (size_t)(end - t.text.data) : t.text.len;
+                CHECK_MSG(n < t.n_spans && t.spans[n].start == from && t.spans[n].end == to, "%s: span %zu\n%s", all[k].name, n, t.text.data);
+            }
+            if (st == QL_OK) CHECK_INT(t.n_spans, n);
+            good += st == QL_OK;
+            ql_error_clear();
+            json_decref(c);
+        }
+        CHECK_INT(refused, all[k].refused);
+        CHECK(good >= 50);
+        ql_chat_close(chat), ql_chat_text_free(&t), ql_str_free(&template);
+    }
+    ql_str_free(&lines);
+}
+
 TEST(builtin_templates)
 {
     const char *name[] = {"chatml", "alpaca", "llama-3", "mistral"};
@@ -207,5 +252,5 @@ TEST(builtin_templates)
 }
 
 TEST_MAIN(T(templates_render_as_jinja2_does), T(what_is_not_supported_is_named_with_its_line),
-          T(mistakes_are_found), T(runaway_templates_end), T(spans_by_prefixes),
+          T(mistakes_are_found), T(runaway_templates_end), T(spans_by_prefixes), T(spans_of_published_templates),
           T(builtin_templates))
