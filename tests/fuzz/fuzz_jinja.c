@@ -17,7 +17,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     text[size] = 0;
     if (!messages)
         messages = json_loads("[{\"role\":\"system\",\"content\":\"s \\u00e9\"},{\"role\":\"user\",\"content\":\" u\\n\"},"
-                              "{\"role\":\"assistant\",\"content\":\"<think>\\nx\\n</think>a\",\"n\":[1,2.5,null,true]}]", 0, NULL);
+                              "{\"role\":\"assistant\",\"content\":\"<think>\\nx\\n</think>a\",\"n\":[1,2.5,null,true]},"
+                              "{\"role\":\"user\",\"content\":\"v\"},{\"role\":\"assistant\",\"content\":\"b\"}]", 0, NULL);
     if (!tools) tools = json_loads("[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"parameters\":{\"a\":[]}}}]", 0, NULL);
     ql_error_clear();
     if (ql_chat_open(text, &names, &c) == QL_OK &&
