@@ -56,6 +56,7 @@ typedef struct {
     const char *chat_template; /* NULL: the tokenizer's */
     const char *eos_token;     /* NULL: the tokenizer's */
     const char *cache_dir;     /* NULL: nothing is kept */
+    const char *no_tokenizer;  /* why there is none, where there is none */
 } ql_data_options;
 
 /* One example, before it is stored. */

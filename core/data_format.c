@@ -103,8 +103,8 @@ ql_status ql_formatter_new(ql_tok *tok, const json_t *first_row, const ql_data_o
     f->kind = recognise(first_row, f->text_field);
     if (f->kind == QL_ROW_UNKNOWN) QL_GO(unknown_columns(first_row, f->text_field, o->text_field && strcmp(o->text_field, "text") != 0));
     if (!tok && f->kind != QL_ROW_IDS) {
-        st = ql_fail(QL_EINVAL, "the model's folder has no tokenizer.json (transformers writes it with save_pretrained): without it the data must "
-                                "be rows of input_ids, and these are %s", ql_row_kind_name(f->kind));
+        st = ql_fail(QL_EINVAL, "%s. So the data must be rows of input_ids, made in Python: [{\"input_ids\": tok(t + tok.eos_token).input_ids} for t "
+                                "in texts]; these are %s", o->no_tokenizer ? o->no_tokenizer : "there is no tokenizer", ql_row_kind_name(f->kind));
         goto out;
     }
     if (f->kind == QL_ROW_TEXT && o->loss_on == QL_LOSS_RESPONSES) {

@@ -46,6 +46,25 @@ static ql_status list_files(const ql_job *job, const char *data, const json_t *i
     return QL_OK;
 }
 
+/* tok is NULL where the model has no tokenizer, or none that is read here: rows of ids need none. */
+typedef struct {
+    ql_tok *tok;
+    char why[1024];
+} reader;
+
+static ql_status open_reader(const char *model, reader *out)
+{
+    char path[QL_PATH_MAX];
+    out->tok = NULL;
+    snprintf(out->why, sizeof out->why, "the model's folder has no tokenizer.json (transformers writes it with save_pretrained)");
+    QL_TRY(ql_path_join(path, model, "tokenizer.json"));
+    ql_status st = ql_path_is_file(path) ? ql_tok_open(model, &out->tok) : QL_OK;
+    if (st != QL_ENOSUP) return st;
+    snprintf(out->why, sizeof out->why, "%s", ql_error());
+    ql_error_clear();
+    return QL_OK;
+}
+
 /* *template is what of it has to be freed. */
 static ql_status options(const ql_job *job, const char *cache, int eval, ql_data_options *out, char **template)
 {
@@ -86,7 +105,7 @@ static const char *eval_split(const char *folder)
 }
 
 /* Rows of one data setting to a tokenised file in the cache. */
-static ql_status tokenise(const ql_job *job, const char *data, const json_t *inside, ql_tok *tok, const char *cache, int eval,
+static ql_status tokenise(const ql_job *job, const char *data, const json_t *inside, const reader *r, const char *cache, int eval,
                           ql_prepare_tick tick, void *ctx, ql_dataset **out)
 {
     files f = {0};
@@ -97,9 +116,10 @@ static ql_status tokenise(const ql_job *job, const char *data, const json_t *ins
     char *template = NULL;
     ql_data_options o;
     QL_TRY(options(job, cache, eval, &o, &template));
+    o.no_tokenizer = r->why;
     QL_GO(list_files(job, data, inside, &f));
     QL_GO(ql_table_open((const char *const *)f.path, f.n, eval ? eval_split(data) : ql_job_str(job, "split"), &rows));
-    QL_GO(ql_tokenise_start(rows, tok, &o, &t));
+    QL_GO(ql_tokenise_start(rows, r->tok, &o, &t));
     for (int quiet = 0; done < total; quiet++) {
         ql_tokenise_progress(t, &done, &total);
         if (done >= total) break;
@@ -121,52 +141,43 @@ out:
     return st;
 }
 
-/* NULL where the model has none: rows of ids need none. */
-static ql_status open_tokenizer(const char *model, ql_tok **out)
-{
-    char path[QL_PATH_MAX];
-    *out = NULL;
-    QL_TRY(ql_path_join(path, model, "tokenizer.json"));
-    return ql_path_is_file(path) ? ql_tok_open(model, out) : QL_OK;
-}
-
 ql_status ql_prepare_train(const ql_job *job, const char *cache_dir, ql_tok **tok, ql_dataset **out)
 {
     const char *model = ql_job_str(job, "model"), *data = ql_job_str(job, "data");
-    ql_tok *t = NULL;
+    reader r;
     if (!model) QL_FAIL(QL_EINVAL, "no model: `load NAME` first, its tokenizer reads the data");
     if (!data) QL_FAIL(QL_EINVAL, "no data: `data FILE` first");
-    QL_TRY(open_tokenizer(model, &t));
-    ql_status st = tokenise(job, data, ql_job_get(job, "data_files"), t, cache_dir, 0, NULL, NULL, out);
+    QL_TRY(open_reader(model, &r));
+    ql_status st = tokenise(job, data, ql_job_get(job, "data_files"), &r, cache_dir, 0, NULL, NULL, out);
     if (st == QL_OK)
-        *tok = t;
+        *tok = r.tok;
     else
-        ql_tok_close(t);
+        ql_tok_close(r.tok);
     return st;
 }
 
 ql_status ql_prepare(const ql_job *job, const char *cache_dir, ql_prepare_tick tick, void *ctx, ql_prepared *out)
 {
     const char *model = ql_job_str(job, "model"), *data = ql_job_str(job, "data"), *eval = ql_job_str(job, "eval_dataset");
-    ql_tok *tok = NULL;
+    reader r;
     ql_dataset *d = NULL;
     ql_status st = QL_OK;
     memset(out, 0, sizeof *out);
     if (!model) QL_FAIL(QL_EINVAL, "no model: `load NAME` first");
     if (!data && !eval) return QL_OK;
-    QL_TRY(open_tokenizer(model, &tok));
+    QL_TRY(open_reader(model, &r));
     if (data) {
-        QL_GO(tokenise(job, data, ql_job_get(job, "data_files"), tok, cache_dir, 0, tick, ctx, &d));
+        QL_GO(tokenise(job, data, ql_job_get(job, "data_files"), &r, cache_dir, 0, tick, ctx, &d));
         snprintf(out->train, sizeof out->train, "%s", ql_dataset_path(d));
         ql_dataset_close(d);
         d = NULL;
     }
     if (eval) {
-        QL_GO(tokenise(job, eval, NULL, tok, cache_dir, 1, tick, ctx, &d));
+        QL_GO(tokenise(job, eval, NULL, &r, cache_dir, 1, tick, ctx, &d));
         snprintf(out->eval, sizeof out->eval, "%s", ql_dataset_path(d));
     }
 out:
     ql_dataset_close(d);
-    ql_tok_close(tok);
+    ql_tok_close(r.tok);
     return st;
 }

@@ -53,6 +53,11 @@ def test_no_tokenizer(engine, tmp_path, model):
     (tmp_path / "text.jsonl").write_text('{"text": "words"}\n')
     events, end = engine.run("train", job=job(tmp_path, data=str(tmp_path / "text.jsonl")), run=str(tmp_path / "no"))
     assert end["ev"] == "error" and "no tokenizer.json" in end["text"] and "rows of input_ids" in end["text"], end
+    # Nor does one of a kind that is not read here stand in the way.
+    (tmp_path / "model" / "tokenizer.json").write_text('{"model": {"type": "BPE", "byte_fallback": true, "vocab": {}, "merges": []}}')
+    assert bits(train(engine, tmp_path, "other")) == bits(one)
+    events, end = engine.run("train", job=job(tmp_path, data=str(tmp_path / "text.jsonl")), run=str(tmp_path / "neither"))
+    assert end["ev"] == "error" and "byte_fallback, which is not supported. So the data must be rows of input_ids" in end["text"], end
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
