@@ -146,22 +146,39 @@ static double eval_at(const json_t *history, size_t from, double step)
     return (double)NAN;
 }
 
-/* Which of n steps are rows: live the last ones; in the end round numbers over the whole run, so
- * that a saved notebook tells the whole story. Returns how many, their places in at[]. */
+static int evaluated(const ql_live *l, size_t at)
+{
+    double step = ql_jnum(json_array_get(l->history, at), "step", 0);
+    return isfinite(eval_at(l->history, at, step));
+}
+
+/* The last ones, and the last evaluation even where it is older: the table keeps its height. */
+static size_t live_rows(const ql_live *l, size_t *at, size_t n)
+{
+    size_t from = n > ROWS_LIVE ? n - ROWS_LIVE : 0, last = n;
+    while (last > 0 && !evaluated(l, at[last - 1])) last--;
+    size_t seen = last > 0 ? at[last - 1] : 0;
+    memmove(at, at + from, (n - from) * sizeof *at);
+    if (last > 0 && last <= from) at[0] = seen;
+    return n - from;
+}
+
+/* Which of n steps are rows. In the end round numbers over the whole run and its evaluations, of
+ * many some, so that a saved notebook tells the whole story. Returns how many, their places in at[]. */
 static size_t choose_rows(const ql_live *l, size_t *at, size_t n)
 {
     static const int64_t every[] = {1,   2,   5,    10,   20,   25,    50,     100,    200,
                                     250, 500, 1000, 2000, 5000, 10000, 100000, 1000000};
-    size_t k = 0, rows = 0;
-    if (!l->final || n <= ROWS_FINAL) {
-        size_t from = !l->final && n > ROWS_LIVE ? n - ROWS_LIVE : 0;
-        memmove(at, at + from, (n - from) * sizeof *at);
-        return n - from;
-    }
+    size_t k = 0, rows = 0, evals = 0, left = 0;
+    if (!l->final) return live_rows(l, at, n);
+    if (n <= ROWS_FINAL) return n;
     while (k + 1 < sizeof every / sizeof *every && n / (size_t)every[k] > ROWS_FINAL - 2) k++;
+    for (size_t i = 0; i < n; i++) evals += (size_t)evaluated(l, at[i]);
+    left = evals;
     for (size_t i = 0; i < n; i++) {
         int64_t step = ql_jint(json_array_get(l->history, at[i]), "step", 0);
-        if (i == 0 || i + 1 == n || (step % every[k] == 0 && step > every[k] / 4))
+        int eval = evaluated(l, at[i]) && --left % (evals / ROWS_FINAL + 1) == 0;
+        if (i == 0 || i + 1 == n || eval || (step % every[k] == 0 && step > every[k] / 4))
             at[rows++] = at[i];
     }
     return rows;

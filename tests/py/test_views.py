@@ -51,6 +51,34 @@ def test_peak_is_the_most_that_was_in_use(notebook):
         assert float(used) <= float(peak) == round(most, 2), text
 
 
+def test_evaluations_stay_in_the_table(tmp_path):
+    """At odd steps, too: live the last one, in the end all (of many some) beside the round steps."""
+    code = """
+import json, qlora
+shown = []
+class Publisher:
+    def publish(self, data, **more): shown.append(data["text/plain"])
+class Shell:
+    display_pub, user_ns = Publisher(), {}
+qlora._host.ip = Shell()
+qlora._open()
+qlora.run("load", "tiny"); qlora.run("data", "tiny"); qlora.run("train", max_steps=300, run_name="long")
+print("SHOWN" + json.dumps([t for t in shown if "grad norm" in t]))
+"""
+    r = python(code, tmp_path, "pace=0.01")
+    assert r.returncode == 0, r.stderr
+    tables = [[line.split() for line in re.split("─[─ ]*\n", text)[-1].splitlines() if re.match(r" *\d+ +\d\.\d{4}", line)]
+              for text in json.loads(r.stdout.split("SHOWN", 1)[1])]
+    live = [t for t in tables[:-1] if int(t[-1][0]) > 10]
+    assert len(live) > 2
+    for t in live:
+        last = int(t[-1][0]) // 10 * 10
+        with_eval = [row[0] for row in t if len(row) == 6]
+        assert len(t) == 8 and with_eval and int(with_eval[-1]) in (last, last - 10), t   # the evaluation comes behind its step
+    with_eval = [int(row[0]) for row in tables[-1] if len(row) == 6]
+    assert set(range(20, 301, 20)) <= set(with_eval) and {1, 25, 275} <= {int(row[0]) for row in tables[-1]} and len(tables[-1]) <= 32, tables[-1]
+
+
 def test_nbconvert_keeps_curve_table_and_memory(notebook):
     from nbconvert import HTMLExporter, MarkdownExporter
     html, _ = HTMLExporter().from_notebook_node(notebook)
