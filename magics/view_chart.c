@@ -226,8 +226,8 @@ static void add_differences(json_t *chart, const json_t *runs, const char *metri
     char text[96];
     if (shared == 0)
         snprintf(text, sizeof text, "no step in common");
-    else if (same == shared)
-        snprintf(text, sizeof text, "%d of %d: no difference", same, shared);
+    else if (same == shared) /* and no scale, which would only raise the question how small a one is seen */
+        snprintf(text, sizeof text, "%d of %d: no difference", same, shared), json_object_set_new(panel, "flat", json_true());
     else
         snprintf(text, sizeof text, "%d of %d steps equal", same, shared);
     json_object_set_new(panel, "text", json_string(text));

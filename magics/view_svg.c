@@ -100,7 +100,8 @@ static double py(const frame *f, double v)
 
 static void axes(ql_buf *b, const frame *f, const json_t *panel, const char *xlabel, int last)
 {
-    double step = tick_step(f->yr, f->h > 120 ? 5 : 3, 0);
+    int flat = json_is_true(json_object_get(panel, "flat"));
+    double step = flat ? 2 * f->yr.hi : tick_step(f->yr, f->h > 120 ? 5 : 3, 0); /* flat: 0 alone */
     double first = ceil(f->yr.lo / step - 1e-9) * step;
     for (int k = 0; k < 16 && first + k * step <= f->yr.hi + step * 1e-9; k++) {
         double v = first + k * step, y = py(f, v);
@@ -369,8 +370,9 @@ static void dot_panel(const json_t *panel, range xr, int rows, ql_buf *text)
         if (strcmp(ql_jstr(series, "kind", "line"), "faint") != 0 && (!stacked || last)) dot_series(cells, rows, series, xr, yr); /* of a stack: the sum */
     }
     double step = (yr.hi - yr.lo) / 50; /* finer than a row: labels show what a row stands for */
+    int flat = json_is_true(json_object_get(panel, "flat"));
     for (int r = 0; r < rows; r++) {
-        double v = r == 0 ? yr.hi : r == rows - 1 ? yr.lo : (double)NAN;
+        double v = flat ? (r == rows / 2 ? 0 : (double)NAN) : r == 0 ? yr.hi : r == rows - 1 ? yr.lo : (double)NAN;
         ql_buf_printf(text, "%9s ┤",
                       isfinite(v) ? tick_text(v, pow(10, floor(log10(step)))).s : "");
         int last = DOT_COLUMNS;

@@ -109,6 +109,7 @@ sys.modules["matplotlib"] = None  # as if it were not installed
 import qlora
 qlora.run("load", "tiny"); qlora.run("data", "tiny"); qlora.run("train", max_steps=30); qlora.run("train", max_steps=30)
 p = qlora.run("plot", "run-1", "run-2")
+print(p)
 print("HTML" + p._bundle["data"]["text/html"])
 """
     r = python(code, tmp_path, "fp16")
@@ -118,6 +119,8 @@ print("HTML" + p._bundle["data"]["text/html"])
     root = ET.fromstring(svg)
     texts = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"run-1", "run-2", "loss", "step", "30 of 30: no difference"} <= set(texts), texts
+    assert texts.count("0") == 1 and not [t for t in texts if t and "e-" in t], texts   # a scale would say less than nothing
+    assert re.search(r"\n +0 ┤⠉*\n", r.stdout.split("no difference\n")[1]), r.stdout
     assert sum(1 for _ in root.iter("{http://www.w3.org/2000/svg}path")) >= 3
 
 

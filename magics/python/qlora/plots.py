@@ -52,7 +52,10 @@ def draw_panel(ax, panel, xlabel=None, title=None, xlim=None, legend="top"):
         ax.spines[side].set_visible(False)
     ax.spines["bottom"].set_color(LINE)
     ax.tick_params(colors=QUIET, labelsize=8.5, length=0, pad=5)
-    ax.yaxis.set_major_locator(MaxNLocator(5 if panel.get("weight", 1) >= 1 else 3))
+    if panel.get("flat"):
+        ax.set_yticks([0], ["0"])
+    else:
+        ax.yaxis.set_major_locator(MaxNLocator(5 if panel.get("weight", 1) >= 1 else 3))
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=xlabel == "step"))
     ax.set_ylabel(_text(panel["ylabel"]), color=QUIET, fontsize=8.5)
     if xlabel:
