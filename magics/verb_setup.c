@@ -48,19 +48,12 @@ static json_t *space(const char *name, const char *path)
                      (double)s.f_blocks * (double)s.f_frsize);
 }
 
-static json_t *cpu_name(void)
+static const char *cpu_name(const json_t *devices)
 {
-    char line[512];
-    json_t *name = NULL;
-    FILE *f = fopen("/proc/cpuinfo", "re");
-    while (f && !name && fgets(line, sizeof line, f)) {
-        char *colon = strncmp(line, "model name", 10) == 0 ? strchr(line, ':') : NULL;
-        if (!colon) continue;
-        colon += 1 + strspn(colon + 1, " ");
-        name = ql_text_json(colon, strcspn(colon, "\n"));
-    }
-    if (f) fclose(f);
-    return name ? name : json_string("CPU");
+    size_t i;
+    const json_t *d;
+    json_array_foreach((json_t *)devices, i, d) if (strcmp(ql_jstr(d, "backend", ""), "cpu") == 0) return ql_jstr(d, "name", "CPU");
+    return "CPU";
 }
 
 ql_status ql_verb_info(ql_magics *m, const ql_call *call, json_t **out)
@@ -93,8 +86,8 @@ ql_status ql_verb_info(ql_magics *m, const ql_call *call, json_t **out)
         json_pack("{s:f, s:f}", "total", meminfo("MemTotal"), "available", meminfo("MemAvailable"));
     if (isfinite(limit)) json_object_set_new(memory, "limit", json_real(limit));
     json_t *data = json_pack(
-        "{s:s, s:s, s:o, s:i, s:o, s:[o,o], s:o}", "version", QL_VERSION, "engine", m->engine,
-        "cpu", cpu_name(), "cores", (int)sysconf(_SC_NPROCESSORS_ONLN), "memory", memory, "disks",
+        "{s:s, s:s, s:s, s:i, s:o, s:[o,o], s:o}", "version", QL_VERSION, "engine", m->engine,
+        "cpu", cpu_name(devices), "cores", (int)sysconf(_SC_NPROCESSORS_ONLN), "memory", memory, "disks",
         space("this folder", "."), space("/dev/shm", "/dev/shm"), "missing", missing);
     if (json_is_object(m->devices)) json_object_update_missing(data, m->devices);
     json_object_set(data, "devices", devices ? devices : json_null());
@@ -273,7 +266,7 @@ static ql_status one_meaning(ql_magics *m, const char *name)
     free(bundled);
     if (!here && !ours) return QL_OK;
     QL_TRY(m->host.variable(m->host.self, name, "", &found)); /* only asks whether it has rows */
-    int both = found && !json_is_null(found);
+    int both = found && !json_is_null(found) && !json_object_get(found, "run");
     json_decref(found);
     if (both)
         QL_FAIL(QL_EINVAL, "%s is a variable of this notebook and also %s: give one another name%s%s%s", name, here ? "a file here" : "bundled data",

@@ -48,6 +48,14 @@ static void cpu_close(ql_dev *d)
 /* ---- what the machine says ----------------------------------------------------------------------
  */
 
+/* "Intel(R) Xeon(R) Processor": the marks say nothing, and fill a line of a table. */
+static void without_marks(char *name)
+{
+    static const char *const marks[] = {"(R)", "(TM)"};
+    for (size_t i = 0; i < sizeof marks / sizeof *marks; i++)
+        for (char *p; (p = strstr(name, marks[i]));) memmove(p, p + strlen(marks[i]), strlen(p + strlen(marks[i])) + 1);
+}
+
 static ql_status cpu_info(ql_dev *d, ql_dev_info *out)
 {
     (void)d;
@@ -60,6 +68,7 @@ static ql_status cpu_info(ql_dev *d, ql_dev_info *out)
         if (strncmp(line, "model name", 10) != 0 || !value) continue;
         value[strcspn(value, "\n")] = 0;
         snprintf(i.name, sizeof i.name, "%.90s", value + 2);
+        without_marks(i.name);
         break;
     }
     if (f) fclose(f);

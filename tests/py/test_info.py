@@ -1,6 +1,7 @@
 """`info`: how GPUs are joined, by a driver library that is built here, and what is missing."""
 import json
 import os
+import re
 import subprocess
 
 import pytest
@@ -78,3 +79,10 @@ def test_what_is_missing_is_named_with_what_to_do(fakes):
     env = dict(os.environ, QLORA_CUDA_LIBRARY="/nowhere/libqlora-cuda.so", QLORA_BUNDLED=str(ROOT / "notebooks"))
     text = subprocess.run([str(BUILD / "qlora")], input="info\n", env=env, capture_output=True, text=True).stdout
     assert "! No GPU:" in text and "/nowhere/libqlora-cuda.so" in text and "runs on the CPU" in text.replace("\n ", "")
+
+
+def test_the_processor_is_a_device_of_the_same_name(fakes):
+    """Without the marks of makers, which made it too long for a line of the training view."""
+    name = devices(fakes, 1, "t4")[-1]["name"]
+    assert name and "(R)" not in name and "(TM)" not in name
+    assert re.search(f"\\nprocessor +{re.escape(name)}, ", info(fakes, 1, "t4"))
