@@ -366,7 +366,9 @@ static ql_status ended_by_error(const json_t *ev)
     for (size_t i = 0; status && i < sizeof codes / sizeof *codes; i++)
         if (strcmp(status, ql_status_name(codes[i])) == 0) code = codes[i];
     if (code == QL_ESTOP) code = QL_EPEER; /* only the user's own stop is an interrupt */
-    if (json_is_integer(rank) && json_is_integer(step))
+    if (text && strncmp(text, "rank ", 5) == 0) /* it says where by itself */
+        ;
+    else if (json_is_integer(rank) && json_is_integer(step))
         snprintf(where, sizeof where, "rank %lld, step %lld: ", (long long)json_integer_value(rank),
                  (long long)json_integer_value(step));
     else if (json_is_integer(rank))

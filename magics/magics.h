@@ -28,8 +28,8 @@ typedef struct {
     int (*wait)(void *self, struct pollfd *fds, nfds_t n, int timeout_ms);
     /* A chart (view.h) as PNG; leaves png empty when it cannot. NULL: charts are SVG. */
     ql_status (*chart)(void *self, const json_t *chart, ql_buf *png);
-    /* The notebook's variable `name` written as JSON lines under `folder`: {"path": …, "rows": n},
-     * or null when there is no such variable. NULL: no variables here. */
+    /* The notebook's variable `name` written as JSON lines under `folder`: {"path": …, "rows": n}; without a folder {} where it
+     * has rows. A run: {"run": its folder}. Null when there is no such variable. NULL: no variables here. */
     ql_status (*variable)(void *self, const char *name, const char *folder, json_t **out);
     /* The host's own libraries for `info`: {"Python": "3.12.1", "matplotlib": "3.10.0" or null, …}.
      * NULL: none. */

@@ -211,6 +211,16 @@ ql_status ql_session_run_path(ql_magics *m, const char *name, char **path)
         if (!(*path = strdup(name))) QL_FAIL(QL_ENOMEM, "out of memory");
         return QL_OK;
     }
+    if (m->host.variable) { /* r, after r = %qlora train */
+        json_t *found = NULL;
+        QL_TRY(m->host.variable(m->host.self, name, "", &found));
+        const char *of = ql_jstr(found, "run", NULL);
+        int is_run = of != NULL;
+        if (is_run) *path = strdup(of);
+        json_decref(found);
+        if (is_run && !*path) QL_FAIL(QL_ENOMEM, "out of memory");
+        if (is_run) return QL_OK;
+    }
     suggest(m, "plot ", name, near, sizeof near);
     QL_FAIL(QL_EINVAL, "no run '%s' under %s, and no such file%s%s", name, m->runs,
             near[0] ? "; " : "", near);

@@ -49,17 +49,20 @@ static double edge_loss(const json_t *history, int last)
     return (double)NAN;
 }
 
-/* "run-1: 60 steps in 00:41, loss 3.2101 → 1.0450, 5,210 tokens/s  ▇▆▅▃▂▁" */
+/* "run-1: 60 steps in 00:41, loss 3.2101 → 1.0450, 5,210 tokens/s"; resumed: "60 steps, the last 20 in 00:14" */
 static void run_line(const char *name, const json_t *record, const json_t *result, ql_buf *b)
 {
     const json_t *history = json_object_get(record, "history");
-    ql_buf_printf(b, "%s: %lld steps", name, (long long)ql_jint(record, "step", 0));
+    int64_t step = ql_jint(record, "step", 0), from = ql_jint(json_object_get(record, "start"), "resumed", 0);
     double seconds = ql_jnum(result, "train_runtime", (double)NAN),
            speed = ql_jnum(result, "tokens_per_second", (double)NAN);
-    if (isfinite(seconds)) ql_buf_printf(b, " in %s", ql_fmt_time(seconds).s);
+    ql_buf_printf(b, "%s: %lld steps", name, (long long)step);
+    /* Time and speed are those of the steps that were done here. */
+    if (isfinite(seconds) && step > from && from > 0) ql_buf_printf(b, ", the last %lld", (long long)(step - from));
+    if (isfinite(seconds) && step > from) ql_buf_printf(b, " in %s", ql_fmt_time(seconds).s);
     if (isfinite(edge_loss(history, 0)))
         ql_buf_printf(b, ", loss %.4f → %.4f", edge_loss(history, 0), edge_loss(history, 1));
-    if (isfinite(speed)) ql_buf_printf(b, ", %s tokens/s", ql_fmt_count(speed).s);
+    if (isfinite(speed) && step > from) ql_buf_printf(b, ", %s tokens/s", ql_fmt_count(speed).s);
 }
 
 /* The record of a run, as its result and as `last`: what was seen, what the engine says, where it
@@ -176,13 +179,15 @@ static void final_note(const run_request *q, ql_status st, const json_t *result,
         ql_buf_printf(b, "stopped before the first step of %s", q->name);
     } else {
         const json_t *all = json_object_get(record, "checkpoints");
-        const char *path = ql_jstr(json_array_get(all, json_array_size(all) - 1), "path", NULL);
+        const char *path = ql_jstr(json_array_get(all, json_array_size(all) - 1), "path", q->resume);
         int64_t step = ql_jint(record, "step", 0);
         if (step > 0) ql_buf_printf(b, "ended at step %lld", (long long)step);
         else ql_buf_put(b, "ended before its first step");
         if (path) {
             ql_buf_printf(b, "; last checkpoint %s; go on with ", path);
             resume_words(q, b);
+        } else if (step > 0) {
+            ql_buf_put(b, ", without a checkpoint: --save_steps N writes one every N steps");
         }
     }
 }
@@ -221,6 +226,11 @@ static ql_status run_job(const run_request *q, json_t **data)
         snprintf(why, sizeof why, "%.590s", result ? "" : ql_error());
         ql_error_clear();
         st = ql_fail(QL_ESTOP, "%s%s%s", why, *why ? " " : "", ql_buf_str(&note));
+    } else if (st != QL_OK && ql_jint(*data, "step", 0) > 0) { /* what is left of it, and how to go on */
+        char why[1500];
+        snprintf(why, sizeof why, "%s", ql_error());
+        ql_error_clear();
+        st = ql_fail(st, "%s\n%s %s", why, q->name, ql_buf_str(&note));
     }
 out:
     ql_live_close(live);

@@ -69,6 +69,19 @@ def test_run_objects(kernel):
     assert reply["ename"] == "AttributeError"
 
 
+def test_a_run_is_named_by_its_variable(kernel):
+    kernel.run("import qlora\nmine = %qlora train --run_name named --max_steps 12")
+    reply, out = kernel.run("a = %qlora plot mine {mine} named\nb = %qlora memory mine\nc = %qlora resume mine --max_steps 14")
+    assert reply["status"] == "ok", reply
+    assert kernel.value("[len(r['history']) for r in a['runs']], c.name, c['step']") == ([13, 13, 13], "named", 14)
+    assert "14 steps, the last 4 in " in kernel.value("repr(c)")
+    reply, out = kernel.run("%qlora save there --run mine")
+    assert reply["status"] == "ok", reply
+    for what in ("nothing", "rows"):   # neither a run nor the variable of one
+        reply, out = kernel.run(f"rows = [{{'text': 'a'}}]\n%qlora plot {what}")
+        assert reply["status"] == "error" and f"no run '{what}' under runs" in reply["evalue"], reply
+
+
 def test_plots_leave_matplotlib_alone(kernel):
     code = """
 import matplotlib, sys
@@ -210,6 +223,9 @@ def test_engine_death_leaves_the_notebook(kernel):
 
     reply, out = kernel.run("mine = 42\n%qlora train --run_name dead --max_steps 5001", during=kill)
     assert reply["status"] == "error" and "SIGSEGV" in reply["evalue"] and "fresh engine" in reply["evalue"], reply
+    step = kernel.value("qlora.last['step']")
+    assert reply["evalue"].endswith(f"\ndead ended at step {step}, without a checkpoint: --save_steps N writes one every N steps" if step < 10 else
+                                    f"; last checkpoint runs/dead/checkpoint-{step // 10 * 10}; go on with %qlora resume dead"), reply
     reply, out = kernel.run("%qlora train --run_name after --max_steps 3")
     assert reply["status"] == "ok" and kernel.value("mine") == 42
 

@@ -53,6 +53,10 @@ class Run(Result):
     def _column(self, key):
         return [r[key] for r in self["history"] if key in r]
 
+    def __format__(self, spec):
+        """What {run} in a line of %qlora stands for."""
+        return format(str(self.path), spec)
+
     def __missing__(self, key):
         column = self._column(key)
         if not column:
@@ -215,6 +219,8 @@ class _Host:
         spaces.append(getattr(_sys.modules.get("__main__"), "__dict__", {}))
         for space in spaces:
             if name in space:
+                if isinstance(space[name], Run):
+                    return _json.dumps({"run": str(space[name].path)})
                 self.in_calls = True
                 try:
                     rows = _rows(name, space[name])
