@@ -205,7 +205,13 @@ static const char *near_setting(const char *word, char *buf, size_t size)
             p += k + (p[k] == '|');
         }
     }
-    return ql_verb_nearest(word, list, n, buf, size);
+    ql_verb_nearest(word, list, n, buf, size);
+    /* Its help names its keys. */
+    const ql_setting *fsdp = ql_setting_find("fsdp_config");
+    const char *at = fsdp && strchr(word, '_') ? strstr(fsdp->help, word) : NULL;
+    if (!buf[0] && at && (at == fsdp->help || at[-1] == ' ') && strchr(", ", at[strlen(word)]))
+        snprintf(buf, size, "it is a key of fsdp_config: {\"%.60s\": …}", word);
+    return buf;
 }
 
 /* ---- binding -----------------------------------------------------------------------------------

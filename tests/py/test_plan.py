@@ -1,5 +1,6 @@
 """`plan` before anything is loaded: devices that are not here, the rows of alternatives, and a step action by action."""
 import json
+import re
 
 import pytest
 from front_end import ROOT, python, shell
@@ -39,6 +40,15 @@ def test_what_is_shown(tmp_path):
     for part in ("fits · 2xT4", "longest sequence that fits", "sharded: fsdp, each of 2 devices holds 1/2", "instead", "per device", "step", "longest",
                  "same bits on 1, 2 devices", "rank · 0, one optimizer step", "rank · 1, one optimizer step", "  GATHER 0 slot 0", "  REDUCE\n  STEP"):
         assert part in r.stdout, part
+    assert all(len(line) <= 80 for line in r.stdout.splitlines() if str(ROOT) not in line)
+
+
+def test_what_does_not_fit_says_what_helps(tmp_path):
+    r = shell(f"load {MODELS / 'llama-70b'};\nplan --on 2xT4 --host_memory 8GiB\nplan --on 1xT4 --fsdp false --host_memory 80GiB\n", tmp_path)
+    assert r.returncode == 0, r.stderr
+    two, one = (" ".join(t.split()) for t in r.stdout.split("does not fit · ")[1:])
+    assert "of host memory for what is offloaded, 8.00 GiB are there. What helps: more devices" in two and "--host_memory asks about one" in two
+    assert re.search(r"this job needs \S+ GiB on each device, \S+ GiB are there. What helps: a shorter --max_length", one)
     assert all(len(line) <= 80 for line in r.stdout.splitlines() if str(ROOT) not in line)
 
 
