@@ -55,8 +55,10 @@ static void bar_words(const ql_live *l, ql_buf *b)
     else if (l->rate > 0)
         ql_buf_printf(b, ", %.2f s/it", 1 / l->rate);
     double epoch = ql_jnum(last, "epoch", (double)NAN);
-    if (isfinite(epoch) && isfinite(epochs))
+    if (isfinite(epoch) && isfinite(epochs) && epochs >= 0.1)
         ql_buf_printf(b, ", epoch %.2f/%s", epoch, ql_fmt_num(epochs, 3).s);
+    else if (isfinite(epoch) && isfinite(epochs)) /* few steps of much data */
+        ql_buf_printf(b, ", %.3g of %.3g %% of an epoch", 100 * epoch, 100 * epochs);
 }
 
 static void progress_words(const ql_live *l, ql_buf *b)

@@ -105,12 +105,19 @@ static ql_status remember(ql_magics *m, const run_request *q, json_t *data)
     return QL_OK;
 }
 
+/* What makes a name one word of a line. */
+static const char *quote_of(const char *name)
+{
+    return strpbrk(name, " \t#;'") ? "\"" : "";
+}
+
 /* "resume run-1": a run's name is enough where its folder is where names are looked up. */
 static void resume_words(const run_request *q, ql_buf *b)
 {
     char usual[4096];
     snprintf(usual, sizeof usual, "%s/%s", q->m->runs, q->name);
-    ql_buf_printf(b, "%%qlora resume %s", strcmp(usual, q->path) == 0 ? q->name : q->path);
+    const char *run = strcmp(usual, q->path) == 0 ? q->name : q->path, *quote = quote_of(run);
+    ql_buf_printf(b, "%%qlora resume %s%s%s", quote, run, quote);
 }
 
 /* How many of the shared steps have the same loss: by the bits that the engine reports, else by
@@ -278,8 +285,8 @@ static ql_status new_run(ql_magics *m, const ql_job *job, char *name, size_t siz
     free(events);
     if (!used) return QL_OK;
     ql_status st =
-        ql_fail(QL_EINVAL, "%s already holds a run: choose another run_name, or %%qlora resume %s",
-                *path, name);
+        ql_fail(QL_EINVAL, "%s already holds a run: choose another run_name, or %%qlora resume %s%s%s",
+                *path, quote_of(name), name, quote_of(name));
     free(*path);
     *path = NULL;
     return st;

@@ -455,6 +455,9 @@ static ql_status bind(ql_call *c, const char *body)
 {
     const ql_word *w = c->line.words;
     if (c->line.n > 0 && !(c->verb = ql_verb_find(w[0].text))) return unknown_verb(w[0].text);
+    int has_body = body && body[strspn(body, " \t\r\n")];
+    if (c->line.n == 0 && has_body)
+        QL_FAIL(QL_EINVAL, "the verb stands in the first line: %%%%qlora config, %%%%qlora generate; other verbs are lines: %%qlora load tiny");
     if (c->line.n == 0) c->verb = ql_verb_find("help");
     for (int i = 1, used; i < c->line.n; i += used) {
         used = 1;
@@ -469,7 +472,6 @@ static ql_status bind(ql_call *c, const char *body)
         }
     }
     const ql_verb *v = c->verb;
-    int has_body = body && body[strspn(body, " \t\r\n")];
     if (v->max_args >= 0 && c->n_args > v->max_args) return one_word_too_many(v, c->args[v->max_args]);
     if (c->n_args < v->min_args)
         QL_FAIL(QL_EINVAL, "%s needs %s; usage: %%qlora %s %s", v->name, v->args, v->name, v->args);

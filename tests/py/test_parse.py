@@ -39,6 +39,7 @@ def error(line, tmp_path):
     ("config --learning_rate {lr}", "there is no variable lr in this notebook"),
     ("config --use_dora true", "DoRA is not supported"),
     ("%%qlora info\nx: 1", "info takes no cell body"),
+    ("%%qlora\nload tiny", "the verb stands in the first line: %%qlora config"),
     ("%%qlora config\nr: 4\ncpu_offload: true", "line 2: unknown key 'cpu_offload', it is a key of fsdp_config: {\"cpu_offload\": …}"),
     ("%%qlora config\nr: 4\nlora_rnak: 5", "line 2: unknown key 'lora_rnak', did you mean 'lora_rank'?"),
     ("%%qlora config\nr: 4\n\n", None),
@@ -57,6 +58,12 @@ def test_errors(line, part, tmp_path):
         assert shell(line + "\n", tmp_path).returncode == 0
     elif part != "load":
         assert part in error(line, tmp_path)
+
+
+def test_a_run_with_a_blank_is_named_in_quotes(tmp_path):
+    (tmp_path / "runs/a b").mkdir(parents=True)
+    (tmp_path / "runs/a b/events.jsonl").write_text("")
+    assert '%qlora resume "a b"' in error("load tiny\ndata tiny\ntrain --run_name 'a b'", tmp_path)
 
 
 def config(text, tmp_path):

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 static char shown[4000]; /* the last text/plain of each display, one after another */
+static char bar[200];    /* the last line that begins with one */
 static int new_outputs, updates;
 
 static ql_status show(void *self, const json_t *bundle, const char *id, ql_show_how how)
@@ -16,6 +17,8 @@ static ql_status show(void *self, const json_t *bundle, const char *id, ql_show_
     how == QL_SHOW_NEW ? new_outputs++ : updates++;
     snprintf(shown, sizeof shown, "%.3000s",
              ql_jstr(json_object_get(bundle, "data"), "text/plain", ""));
+    const char *at = strstr(shown, "\n[");
+    if (at) snprintf(bar, sizeof bar, "%.*s", (int)strcspn(at + 1, "\n"), at + 1);
     return QL_OK;
 }
 
@@ -219,6 +222,19 @@ TEST(live_view)
     CHECK(strstr(shown, "loss · run-1 1.25") != NULL);
 }
 
+/* A few steps of very much data: no "epoch 0.00/3e-4". */
+TEST(live_view_of_a_small_part_of_an_epoch)
+{
+    ql_live_options o = {.host = &host, .follow = QL_FOLLOW_DISPLAY, .name = "run-1"};
+    ql_live *l;
+    CHECK_OK(ql_live_open(&o, &l));
+    CHECK_OK(feed(l, "{\"ev\":\"start\",\"max_steps\":60,\"epochs\":0.0003,\"world\":1,\"backend\":\"cpu\"}"));
+    CHECK_OK(feed(l, "{\"ev\":\"step\",\"t\":1,\"step\":30,\"loss\":1,\"epoch\":0.00015}"));
+    CHECK_OK(ql_live_finish(l, "stopped", NULL));
+    ql_live_close(l);
+    CHECK(strstr(bar, "30/60  00:00, 0.015 of 0.03 % of an epoch") != NULL);
+}
+
 TEST(live_lines)
 {
     ql_live_options o = {
@@ -339,5 +355,5 @@ TEST(completion_offers_nothing_that_is_refused)
 }
 
 TEST_MAIN(T(tables), T(tables_wrap_at_80_columns), T(plan_view), T(plan_of_many_devices), T(data_view), T(data_view_marks_characters),
-          T(views_survive_any_report), T(live_view), T(live_lines), T(verbs_are_complete),
+          T(views_survive_any_report), T(live_view), T(live_view_of_a_small_part_of_an_epoch), T(live_lines), T(verbs_are_complete),
           T(completion), T(completion_offers_nothing_that_is_refused))
