@@ -17,7 +17,7 @@ typedef struct {
     const char *name[CATEGORIES_MAX];
     double most[CATEGORIES_MAX];      /* bytes, on any device at any time */
     int names;
-    double top;                       /* most bytes in use on a device */
+    double top, host;                 /* most bytes in use on a device, and of the host's for all of them */
 } history;
 
 static const json_t *device_at(const history *h, size_t event, size_t device)
@@ -45,6 +45,7 @@ static void find_categories(history *h)
     const char *key;
     json_array_foreach((json_t *)h->events, i, event)
     {
+        h->host = fmax(h->host, ql_jnum(event, "host", 0));
         json_array_foreach(json_object_get(event, "devices"), d, device)
         {
             if (d + 1 > h->devices) h->devices = d + 1;
@@ -139,8 +140,11 @@ json_t *ql_chart_memory(const json_t *run)
         int each = h.devices <= 2 ? 170 : h.devices <= 4 ? 130 : 100, list = 60 + 19 * h.names;
         int height = 90 + each * (int)(h.devices ? h.devices : 1);
         if (h.n == 1) h.x[1] = h.x[0] + 1, h.at[1] = h.at[0], h.n = 2; /* a moment alone would show nothing */
-        chart = json_pack("{s:s, s:s, s:s, s:i, s:i, s:[]}", "title", unit > 1e9 ? "device memory, GiB" : "device memory, MiB", "xlabel", "seconds",
-                          "legend", "right", "width", (int)WIDTH, "height", height > list ? height : list, "panels");
+        char title[100];
+        snprintf(title, sizeof title, "device memory, %s%s%s", unit > 1e9 ? "GiB" : "MiB", h.host > 0 ? "; host memory at most " : "",
+                 h.host > 0 ? ql_fmt_bytes(h.host).s : "");
+        chart = json_pack("{s:s, s:s, s:s, s:i, s:i, s:[]}", "title", title, "xlabel", "seconds", "legend",
+                          "right", "width", (int)WIDTH, "height", height > list ? height : list, "panels");
         for (size_t d = 0; chart && h.n && d < h.devices; d++) add_device(&h, chart, d, unit);
     }
     free(h.at);

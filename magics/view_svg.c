@@ -389,7 +389,7 @@ static void dot_panel(const json_t *panel, range xr, int rows, ql_buf *text)
 /* One of a list of words that wraps. */
 static void text_item(ql_buf *text, int *column, const char *part)
 {
-    if ((*column += ql_text_width(part)) > 60) ql_buf_put(text, "\n "), *column = ql_text_width(part);
+    if ((*column += ql_text_width(part)) > 78) ql_buf_put(text, "\n "), *column = 1 + ql_text_width(part);
     ql_buf_put(text, part);
 }
 
@@ -398,7 +398,7 @@ void ql_chart_text(const json_t *chart, ql_buf *text)
     const json_t *panels = json_object_get(chart, "panels"), *panel, *s;
     range xr = x_range(chart);
     size_t p, i;
-    int column = 0;
+    int column = ql_text_width(ql_jstr(chart, "title", ""));
     ql_buf_printf(text, "%s", ql_jstr(chart, "title", ""));
     json_array_foreach(json_object_get(json_array_get(panels, 0), "series"), i, s)
     {

@@ -74,10 +74,12 @@ def test_a_single_moment_and_many_devices_are_drawn(tmp_path):
     run = tmp_path / "runs" / "one"
     run.mkdir(parents=True)
     (run / "job.json").write_text("{}")
-    event = memory_event(1, 1 << 20)
+    event = dict(memory_event(1, 1 << 20), host=5 << 30)
     event["devices"] = [dict(event["devices"][0], rank=i) for i in range(8)]
     (run / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in (event, {"ev": "step", "t": 1, "step": 1, "loss": 2.0})))
     out = python("import sys, base64\np = qlora.run('memory', 'one')\n"
                  "print(base64.b64decode(p._bundle['data']['image/png'])[:4])\nsys.modules['matplotlib'] = None\n"
                  "print(base64.b64decode(qlora.run('memory', 'one')._bundle['data']['text/html'].split('base64,')[1].split('\"')[0]).decode())", tmp_path)
+    assert "device memory, GiB; host memory at most 5.00 GiB" in out
+    assert max(len(line) for line in python("print(qlora.run('memory', 'one'))", tmp_path).splitlines()) <= 80
     assert "PNG" in out and out.count("<rect") == 3 and out.count("Fake T4, at most") == 8
