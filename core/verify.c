@@ -85,10 +85,10 @@ static void base_expected(const ql_verify *v, int rank, int64_t *whole, double *
 
 static ql_status check_base(ql_verify *v)
 {
-    char text[480] = "", a[32], b[32];
+    char text[480] = "", a[32], b[32], away[64] = "";
     int64_t whole;
     double want = 0, slack;
-    int ok = 1, world = v->r->set.world, n = 0;
+    int ok = 1, world = v->r->set.world, n = 0, host = 0, layers = (int)v->t->model->cfg.layers;
     int64_t mine, held[QL_MAX_WORLD];
     QL_TRY(ql_rank_measure(v->r));
     mine = v->w->p->shared->rank[v->r->set.rank].bytes[QL_CAT_BASE];
@@ -101,8 +101,10 @@ static ql_status check_base(ql_verify *v)
             n += snprintf(text + n, sizeof text - (size_t)n, "%s%s (%.1f %%)", n ? " + " : "", gib(has, a, sizeof a), 100 * has / (double)whole);
     }
     base_expected(v, 0, &whole, &want, &slack);
-    ql_verify_check(v, "base bytes", ok, "%s of %s on %d device%s; the stores ask for %.1f %% %s%s", text, gib((double)whole, b, sizeof b), world,
-                    world > 1 ? "s" : "", 100 * want / (double)whole, ql_plan_piped(&v->t->spec.choice) ? "on the first stage" : "each",
+    for (int l = 0; l < layers; l++) host += v->t->spec.choice.store[l] == QL_STORE_HOST;
+    if (host) snprintf(away, sizeof away, ", %d of %d layers rest in host memory", host, layers);
+    ql_verify_check(v, "base bytes", ok, "%s of %s on %d device%s; the stores ask for %.1f %% %s%s%s", text, gib((double)whole, b, sizeof b), world,
+                    world > 1 ? "s" : "", 100 * want / (double)whole, ql_plan_piped(&v->t->spec.choice) ? "on the first stage" : "each", away,
                     (double)mine > 1.05 * want ? ", the rest pads parts to whole groups of 16,384 weights" : "");
     return QL_OK;
 }

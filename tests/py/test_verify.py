@@ -52,7 +52,9 @@ def test_the_hash_is_the_same_for_every_store(engine, tmp_path):
 
 def test_half_of_the_base(engine):
     text = checks(engine.ask("verify", job=job(devices="cpu:2", **SHARDED), run=None))["base bytes"]
-    assert text["ok"] and "50.0 % each" in text["text"]
+    assert text["ok"] and text["text"].endswith("50.0 % each, the rest pads parts to whole groups of 16,384 weights"), text
+    text = checks(engine.ask("verify", job=job(devices="cpu:2", **HOST), run=None))["base bytes"]
+    assert text["ok"] and text["text"].endswith("0.0 % each, 4 of 4 layers rest in host memory"), text
 
 
 def test_a_fresh_engine_and_another_world(engine, tmp_path):
