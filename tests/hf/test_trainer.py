@@ -126,6 +126,17 @@ def test_a_callback_stops_and_it_is_resumed():
     assert again.state.global_step == 60
 
 
+def test_the_last_evaluation_is_not_stopped():
+    """transformers' own callback sets should_training_stop at the last step; what is due there is done all the same."""
+    long = Dataset.from_list([{"text": f"{i} cats sat on {i} mats and " * 12} for i in range(96)])
+    watch = Watch(stop_at=4)  # a person's own may, too
+    t = trainer(args=sft(max_steps=4, logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=2, load_best_model_at_end=True),
+                eval_dataset=long, callbacks=[watch])
+    out = t.train()
+    assert [r["step"] for r in t.state.log_history if "eval_loss" in r] == [2, 4] and watch.seen.count("on_evaluate") == 2
+    assert "train_loss" in out.metrics and t.state.best_global_step == 4 and t.state.best_model_checkpoint.endswith("checkpoint-4")
+
+
 def test_total_flos(folder):
     """The sum over a run is TRL's own: padding counted, the embedding left out, the adapter not."""
     import trl

@@ -515,6 +515,8 @@ class _Follower:
             on(ev)
         if self.stopping or not (self.control.should_training_stop and ev["ev"] == "step"):
             return False
+        if self.state.global_step >= self.state.max_steps:  # transformers' own callback asks so at the last step: its evaluation and checkpoint are due
+            return False
         self.stopping = True
         return True
 
