@@ -137,6 +137,19 @@ def test_the_last_evaluation_is_not_stopped():
     assert "train_loss" in out.metrics and t.state.best_global_step == 4 and t.state.best_model_checkpoint.endswith("checkpoint-4")
 
 
+def test_the_best_model_of_a_run_that_a_callback_ended(folder):
+    """What EarlyStoppingCallback is for: the saved adapter is the best evaluation's, not the last step's."""
+    t = trainer(args=sft(max_steps=20, eval_strategy="steps", eval_steps=2, save_steps=2, load_best_model_at_end=True, metric_for_best_model="eval_loss",
+                         greater_is_better=True), eval_dataset=rows().select(range(8)), callbacks=[transformers.EarlyStoppingCallback(1)])
+    out = t.train()
+    assert out.global_step < 20 and out.metrics["train_loss"] == out.training_loss and t.state.best_model_checkpoint.endswith("checkpoint-2")  # the loss falls, so the first is the greatest
+    t.save_model("saved")
+    saved, best, last = ((folder / f / "adapter_model.safetensors").read_bytes() for f in
+                         ("saved", "out/checkpoint-2", f"out/checkpoint-{out.global_step}"))
+    assert saved == best != last
+    assert abs(t.evaluate()["eval_loss"] - t.state.best_metric) < 1e-6
+
+
 def test_total_flos(folder):
     """The sum over a run is TRL's own: padding counted, the embedding left out, the adapter not."""
     import trl

@@ -190,7 +190,7 @@ class SFTTrainer:
 
     def __init__(self, model, args=None, train_dataset=None, eval_dataset=None, peft_config=None, formatting_func=None, callbacks=None,
                  quantization_config=None, **others):
-        self.args, self.run = args, None
+        self.args, self.run, self._best = args, None, None
         self._init = dict(getattr(args, "model_init_kwargs", None) or {})
         quantization_config = quantization_config or self._init.pop("quantization_config", None)
         self._peft = model if getattr(model, "peft_config", None) and peft_config is None else None
@@ -287,6 +287,7 @@ class SFTTrainer:
         finally:
             _core.listen(None)
         self._follow.end()
+        self._best = self._best_of_a_stopped_run()
         self._hand_back()
         last = next((r for r in reversed(self.state.log_history) if "train_runtime" in r), None)
         if last is None:  # stopped: no last record is written
@@ -295,7 +296,7 @@ class SFTTrainer:
         loss = metrics.get("train_loss")
         if loss is None:
             losses = [x for x in self.run.loss if x is not None]
-            loss = sum(losses) / len(losses) if losses else None
+            loss = metrics["train_loss"] = sum(losses) / len(losses) if losses else None
         return TrainOutput((self.state.global_step, loss, metrics))
 
     def _further(self, resume):
@@ -307,6 +308,16 @@ class SFTTrainer:
         except (OSError, ValueError):
             return {}
         return {k: self.job[k] for k in ("max_steps", "num_train_epochs") if k in self.job and self.job[k] != was.get(k, self.job[k])}
+
+    def _best_of_a_stopped_run(self):
+        """The checkpoint that load_best_model_at_end asks for where a callback ended the run, which the engine takes for a pause."""
+        if not (self._follow.stopping and getattr(self.args, "load_best_model_at_end", False) and self.state.best_model_checkpoint):
+            return None
+        best = self.run.path / Path(self.state.best_model_checkpoint).name
+        if not best.is_dir():
+            return None
+        print(f"load_best_model_at_end: {best} is what is saved and evaluated from here on")
+        return best
 
     def _hand_back(self):
         """A PeftModel that was handed over gets what was trained: what is done with it next is done with that."""
@@ -325,7 +336,7 @@ class SFTTrainer:
         other = {}
         if eval_dataset is not None:
             other["eval_dataset"] = self._path("eval", eval_dataset, Path(self.job.get("output_dir") or "runs").parent)
-        found = run("eval", self.run.path if self.run is not None else "none", **other)
+        found = run("eval", self._trained() if self.run is not None else "none", **other)
         metrics = {k.replace("eval", metric_key_prefix, 1): v for k, v in found.items() if k.startswith("eval_")}
         metrics.update({k: v for k, v in found.items() if k == "epoch"})
         self._follow.call("on_evaluate", metrics=metrics)
@@ -334,7 +345,7 @@ class SFTTrainer:
     def _trained(self):
         if self.run is None:
             raise Error("nothing is trained yet: .train() first")
-        return str(self.run.path)
+        return str(self._best or self.run.path)
 
     def _folder(self):
         folder = Path(getattr(self.args, "output_dir", None) or self._trained())
