@@ -8,8 +8,9 @@ $(BUILD)/tests/%: $(BUILD)/tests/unit/%.o $(MAGICS_LIB) $(LIB)
 	@mkdir -p $(@D)
 	$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
 
-# What needs forked ranks and takes longer: part of `make test`. `make exact` runs every way to run a job, an hour
-# and more of processor time; `make exact EVERY=37` each 37th of them.
+# What needs forked ranks and takes longer: part of `make test`. `make exact` runs every way to run a job, two hours of
+# processor time shared by all cores; `make exact EVERY=37` each 37th of them.
+EVERY ?= 1
 RANKS_TESTS := $(patsubst tests/exact/%.c,$(BUILD)/tests/%,$(wildcard tests/exact/test_*.c))
 
 $(BUILD)/tests/%: $(BUILD)/tests/exact/%.o $(LIB)
@@ -22,7 +23,7 @@ $(BUILD)/tests/faulty_engine: $(BUILD)/tests/exact/faulty_engine.o $(LIB)
 	$(CC) $(LDFLAGS) -Wl,--wrap=ql_backend_cpu,--wrap=fsync,--wrap=rename $^ -o $@ $(LDLIBS)
 
 exact: $(BUILD)/tests/test_exact
-	$(BUILD)/tests/test_exact product $(EVERY)
+	@n=$$(nproc); for k in $$(seq 0 $$((n - 1))); do echo $$((n * $(EVERY))) $$((k * $(EVERY))); done | xargs -P $$n -L 1 $(BUILD)/tests/test_exact product
 
 # What a pipeline's stages wait: on paper, and by the clock of CPU ranks.
 bubble: $(BUILD)/tests/bubble $(BUILD)/tests/make_model

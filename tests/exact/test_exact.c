@@ -342,7 +342,7 @@ TEST(ranks_send_what_the_design_says)
 /* ---- the product ------------------------------------------------------------------------------ */
 
 /* Every way to run a job, each with the next one of all jobs. */
-static int every = 1; /* `test_exact product 37`: each 37th way only */
+static int every = 1, first; /* `test_exact product 37`: each 37th way only; `product 2 1`: the second of two halves */
 
 TEST(product)
 {
@@ -354,7 +354,7 @@ TEST(product)
         else
             ways *= levels[f];
     }
-    for (int i = 0; i < ways; i += every) {
+    for (int i = first; i < ways; i += every) {
         int v[FACTORS];
         for (int f = 0, k = i % jobs, w = i; f < FACTORS; f++) {
             int *from = f < JOB_FACTORS ? &k : &w;
@@ -381,6 +381,7 @@ int main(int argc, char **argv)
     /* Forked ranks close the engine's descriptor: nothing of this program may have that number. */
     FILE *hold = fopen("/dev/null", "r");
     if (argc > 2 && atoi(argv[2]) > 0) every = atoi(argv[2]);
+    if (argc > 3 && atoi(argv[3]) > 0) first = atoi(argv[3]);
     int failed = argc > 1 && strcmp(argv[1], "product") == 0 ? test_run(all, 1, 1, argv)
                                                               : test_run(tests, (int)(sizeof tests / sizeof *tests), argc, argv);
     for (int i = 0; i < reference_count; i++) free(references[i].out.adapters);
