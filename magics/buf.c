@@ -136,18 +136,41 @@ json_t *ql_text_json(const char *text, size_t n)
     return v;
 }
 
+/* Of the code point that begins here: 2 where it is as wide as it is high (East Asian letters, emoji), 0 where it joins the one before;
+ * and for the bytes that follow a first one. */
+static int columns_of(const char *text)
+{
+    static const uint32_t wide[][2] = {{0x1100, 0x115f}, {0x2e80, 0x303e}, {0x3041, 0xa4cf}, {0xac00, 0xd7a3}, {0xf900, 0xfaff},
+                                       {0xfe30, 0xfe6f}, {0xff00, 0xff60}, {0xffe0, 0xffe6}, {0x1f300, 0x1faff}, {0x20000, 0x3fffd}};
+    static const uint32_t none[][2] = {{0x300, 0x36f}, {0x200b, 0x200d}, {0xfe00, 0xfe0f}};
+    const unsigned char *p = (const unsigned char *)text;
+    int n = *p >= 0xf0 ? 3 : *p >= 0xe0 ? 2 : *p >= 0xc0, follow = 0;
+    uint32_t c = n ? *p & (0x3fu >> n) : *p;
+    if ((*p & 0xc0) == 0x80) return 0;
+    while (follow < n && (p[follow + 1] & 0xc0) == 0x80) c = c << 6 | (p[++follow] & 0x3f);
+    if (follow < n) return 1;
+    for (size_t i = 0; i < sizeof wide / sizeof *wide; i++)
+        if (c >= wide[i][0] && c <= wide[i][1]) return 2;
+    for (size_t i = 0; i < sizeof none / sizeof *none; i++)
+        if (c >= none[i][0] && c <= none[i][1]) return 0;
+    return 1;
+}
+
 int ql_text_width(const char *text)
 {
     int n = 0;
-    for (; *text; text++) n += ((unsigned char)*text & 0xc0) != 0x80;
+    for (; *text; text++) n += columns_of(text);
     return n;
 }
 
 size_t ql_text_fit(const char *text, int columns)
 {
     size_t i = 0;
-    for (int n = 0; text[i]; i++)
-        if (((unsigned char)text[i] & 0xc0) != 0x80 && n++ == columns) break;
+    for (int n = 0; text[i]; i++) {
+        int w = columns_of(text + i);
+        if (w && n + w > columns && (i || columns < 1)) break;
+        n += w;
+    }
     return i;
 }
 

@@ -25,10 +25,9 @@ json_t *ql_buf_json(const ql_buf *b);    /* as a JSON string; broken UTF-8 is re
 /* A JSON string from text that may not be UTF-8: what is broken becomes U+FFFD. */
 json_t *ql_text_json(const char *text, size_t n);
 
-/* Columns that a UTF-8 text takes in a terminal (one per code point; no wide characters are used).
- */
+/* Columns that a UTF-8 text takes in a terminal. */
 int ql_text_width(const char *text);
-/* The first bytes of text that fill at most `columns`, whole code points. */
+/* The first bytes of text that fill at most `columns`, whole code points; at least one of them. */
 size_t ql_text_fit(const char *text, int columns);
 
 /* Formats into a caller's array, returned for use in an argument list. */

@@ -131,17 +131,30 @@ static size_t byte_of(const char *text, json_int_t character)
     return at;
 }
 
+/* Control characters as their pictures, one for one: a terminal would obey them, and a NUL would end the text. Caller frees. */
+static char *visible(const json_t *s)
+{
+    const char *p = json_string_value(s);
+    ql_buf b = {0};
+    for (size_t i = 0, n = json_string_length(s); i < n; i++) {
+        unsigned char c = (unsigned char)p[i], picture[3] = {0xe2, 0x90, (unsigned char)(c == 0x7f ? 0xa1 : 0x80 + c)};
+        if ((c < ' ' && c != '\n' && c != '\t') || c == 0x7f) ql_buf_add(&b, picture, sizeof picture);
+        else ql_buf_add(&b, p + i, 1);
+    }
+    return b.data ? b.data : strdup("");
+}
+
 /* Parts that are trained on stand on a tint; in text between ‹ ›. Spans count characters. */
 static void sample(ql_view *v, const json_t *s)
 {
-    const char *text = ql_jstr(s, "text", "");
-    size_t n = strlen(text), at = 0, i, shown = byte_of(text, 2400);
+    char *text = visible(json_object_get(s, "text"));
+    size_t n = text ? strlen(text) : 0, at = 0, i, shown = text ? byte_of(text, 2400) : 0;
     const json_t *span;
     ql_buf t = {0}, h = {0};
     ql_buf_put(&h, "<pre style=\"white-space:pre-wrap;word-break:normal;overflow-wrap:break-word;margin:4px 0;line-height:1.35\">");
     json_array_foreach(json_object_get(s, "spans"), i, span)
     {
-        if (!json_is_array(span)) continue;
+        if (!text || !json_is_array(span)) continue;
         size_t a = byte_of(text, json_integer_value(json_array_get(span, 0))),
                b = byte_of(text, json_integer_value(json_array_get(span, 1)));
         int trained = json_is_true(json_array_get(span, 2)) ||
@@ -183,6 +196,7 @@ static void sample(ql_view *v, const json_t *s)
     ql_buf_put(&v->html, ql_buf_str(&h));
     ql_buf_free(&t);
     ql_buf_free(&h);
+    free(text);
 }
 
 /* Bins of token counts, each twice as wide as the one before. */

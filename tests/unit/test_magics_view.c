@@ -161,6 +161,20 @@ TEST(data_view_marks_characters)
     json_decref(r);
 }
 
+/* What a terminal would obey is shown; wide letters take two columns of a page. */
+TEST(data_view_in_a_terminal)
+{
+    json_t *r = json_loads("{\"name\":\"d\",\"rows\":1,\"tokens\":9,\"samples\":[{\"text\":\"a\\u001b[31m\\u0000b\\r\\n\\u007f\",\"spans\":[[6,8,true]]}]}", JSON_ALLOW_NUL, NULL);
+    CHECK(same(plain(ql_view_data(r)), "d · 1 row, 9 tokens\n  | a␛[31m‹␀b›␍\n  | ␡\nMarked parts are trained on."));
+    json_decref(r);
+    CHECK_INT(ql_text_width("日本 e\xcc\x81 🙂"), 9);
+    CHECK_INT(ql_text_fit("日本", 3), 3);
+    CHECK_INT(ql_text_fit("e\xcc\x81x", 1), 3);
+    CHECK_INT(ql_text_fit("日本", 1), 3);
+    CHECK_INT(ql_text_fit("日本", 0), 0);
+    CHECK_INT(ql_text_width("\xe6\x97"), 1);
+}
+
 /* Reports with wrong types and missing keys are shown as far as they go, and never crash. */
 TEST(views_survive_any_report)
 {
@@ -354,6 +368,6 @@ TEST(completion_offers_nothing_that_is_refused)
     ql_magics_close(m);
 }
 
-TEST_MAIN(T(tables), T(tables_wrap_at_80_columns), T(plan_view), T(plan_of_many_devices), T(data_view), T(data_view_marks_characters),
+TEST_MAIN(T(tables), T(tables_wrap_at_80_columns), T(plan_view), T(plan_of_many_devices), T(data_view), T(data_view_marks_characters), T(data_view_in_a_terminal),
           T(views_survive_any_report), T(live_view), T(live_view_of_a_small_part_of_an_epoch), T(live_lines), T(verbs_are_complete),
           T(completion), T(completion_offers_nothing_that_is_refused))
