@@ -326,8 +326,8 @@ static ql_status choose_with(ql_spec *spec, const ql_args *args, const ql_place 
         QL_FAIL(QL_ENOMEM, "this job needs %s of host memory for what is offloaded, %s are there. What helps: more devices, a machine with more "
                 "(--host_memory asks about one)", size_of(host).s, size_of(place->host).s);
     if (ch->pieces % ch->world && !ql_plan_piped(ch))
-        say(why, "not bit-exact on %d devices: %d micro-batches a step make %d equal pieces, which %d devices do not share evenly", ch->world,
-            ch->g, ch->pieces, ch->world);
+        say(why, "not bit-exact on %d devices: %d micro-batches a step make %d equal piece%s, which %d devices do not share evenly", ch->world,
+            ch->g, ch->pieces, ch->pieces == 1 ? "" : "s", ch->world);
     return QL_OK;
 }
 

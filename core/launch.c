@@ -202,7 +202,8 @@ int ql_ranks_dead(ql_ranks *r, char *how, size_t size)
         if (r->pid[i] <= 0 || waitpid(r->pid[i], &status, WNOHANG) != r->pid[i]) continue;
         r->pid[i] = 0;
         if (WIFSIGNALED(status))
-            snprintf(how, size, "signal %d (%s)", WTERMSIG(status), strsignal(WTERMSIG(status)));
+            snprintf(how, size, "signal %d (%s%s)", WTERMSIG(status), strsignal(WTERMSIG(status)),
+                     WTERMSIG(status) == SIGKILL ? ", as the system does where host memory runs out" : "");
         else
             snprintf(how, size, "exit status %d", WEXITSTATUS(status));
         return i;

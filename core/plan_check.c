@@ -249,15 +249,19 @@ static ql_status do_move(sim *s, const ql_action *a)
     return QL_OK;
 }
 
+/* Has every micro-batch of this rank given its gradients? */
+static int all_ended(const sim *s)
+{
+    return s->ended == ql_min64(ql_plan_end(s->c, s->p->rank), s->p->g) - ql_min64(ql_plan_first(s->c, s->p->rank), s->p->g);
+}
+
 /* Neighbours of one level, halves of the same subtree; at the end, where a last group was short, what is left from the top down. */
 static ql_status do_join(sim *s)
 {
-    const ql_choice *c = s->c;
-    int64_t mine = ql_min64(ql_plan_end(c, s->p->rank), s->p->g) - ql_min64(ql_plan_first(c, s->p->rank), s->p->g);
     if (--s->stack < 1) return bad(s, "joins what is not there");
     int top = s->stack, level = s->tree[top].level, even = level < 30 && level == s->tree[top - 1].level;
     if (even && s->tree[top - 1].piece % (2 << level) != 0) return bad(s, "joins parts of different subtrees");
-    if (!even && s->ended < mine) return bad(s, "joins unequal parts before the last gradient");
+    if (!even && !all_ended(s)) return bad(s, "joins unequal parts before the last gradient");
     s->tree[top - 1].level = even ? level + 1 : 30;
     return QL_OK;
 }
@@ -274,9 +278,11 @@ static ql_status do_sum(sim *s, const ql_action *a)
     case QL_DO_REDUCE:
         if (s->piped) return bad(s, "a stage's gradients are whole");
         s->reduced++;
+        if (!all_ended(s)) return bad(s, "before the last gradient");
         return s->stack > 1 ? bad(s, "gradient buffers left") : QL_OK;
     default:
         if (s->stack > 1) return bad(s, "gradient buffers left");
+        if (!all_ended(s)) return bad(s, "before the last gradient");
         if (s->posted) return bad(s, "something is under way");
         if (s->reduced != !s->piped || s->stepped++) return bad(s, "not after one reduction");
         return QL_OK;

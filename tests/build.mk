@@ -48,10 +48,12 @@ $(BUILD)/tests/make_model $(BUILD)/tests/profile $(BUILD)/tests/load $(BUILD)/te
 	@mkdir -p $(@D)
 	$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
 
-# Everything once more under the address and undefined-behaviour sanitizers, with the unit tests.
+# Everything once more under the address and undefined-behaviour sanitizers, with the unit tests and those of ranks.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 asan:
-	@$(MAKE) --no-print-directory BUILD=build-asan OPT="-O1 -g $(SANITIZE)" LDFLAGS="$(SANITIZE)" unit
+	@$(MAKE) --no-print-directory BUILD=build-asan OPT="-O1 -g $(SANITIZE)" LDFLAGS="$(SANITIZE)" asan-programs
+asan-programs: $(UNIT) $(RANKS_TESTS)
+	@TEST_TIMEOUT=$${TEST_TIMEOUT:-1800} tests/run $^
 
 # What threads share, under the thread sanitizer: ranks as threads (runs really fork them), and what is threaded by itself.
 TSAN := test_threads test_comm test_data test_event test_hub
@@ -122,7 +124,7 @@ golden: hf-venv
 tiny: hf-venv
 	$(or $(HF_VENV),$(BUILD)/venv-hf)/bin/python notebooks/tiny/make.py
 
-.PHONY: unit exact asan fuzz test hf-venv test-hf golden tiny
+.PHONY: unit exact asan asan-programs fuzz test hf-venv test-hf golden tiny
 
 # ---- on machines with a GPU: make test-cuda, sanitize, bench-cuda -----------------------------------------------
 # A built tree can be carried to a machine without compilers or these libraries' headers: there tests/cuda/run.sh alone runs it. So

@@ -15,13 +15,14 @@
 
 enum { EXACT_STEPS = 10, EXACT_GROUP = 8 };
 
-/* The first five are the job: what is computed. The others are how, and must not matter. */
+/* The first six are the job: what is computed. The others are how, and must not matter. */
 typedef struct {
     int model;    /* exact_models */
     int dtype;    /* 0 fp32, 1 bf16, 2 fp16 with loss scaling */
     int adam;     /* 0 torch's, 1 with 8-bit states, 2 bitsandbytes' 32-bit */
     int packed;
     int group;    /* micro-batches of a step; 0: EXACT_GROUP */
+    int pieces;   /* exact_worlds; 0: 4, so that a piece has two micro-batches, which breadth takes through a layer together */
     int world;    /* 1, 2, 4 … */
     int store;    /* exact_stores */
     int schedule; /* ql_schedule */
@@ -203,11 +204,11 @@ static inline ql_status exact_task(const exact_setting *s, ql_task **out)
     char data[QL_PATH_MAX];
     int group = s->group ? s->group : EXACT_GROUP, batch = s->packed ? 1 : 2;
     json_t *more = json_loads(exact_models[s->model].more, 0, NULL);
-    json_t *job = json_pack("{s:s,s:s,s:i,s:i,s:f,s:s,s:i,s:b,s:s,s:i,s:i,s:i,s:f,s:i,s:f}", "model", exact_models[s->model].path, "dtype",
+    json_t *job = json_pack("{s:s,s:s,s:i,s:i,s:f,s:s,s:i,s:b,s:s,s:i,s:i,s:i,s:f,s:i,s:f,s:i}", "model", exact_models[s->model].path, "dtype",
                             dtypes[s->dtype], "per_device_train_batch_size", batch, "gradient_accumulation_steps", group / s->world,
                             "lora_dropout", 0.05, "optim", optims[s->adam], "max_length", s->packed ? 96 : 64, "packing",
                             s->packed, "save_strategy", "steps", "save_steps", EXACT_STEPS / 2, "max_steps", EXACT_STEPS, "r", 8,
-                            "learning_rate", 1e-3, "seed", 11, "weight_decay", 0.01);
+                            "learning_rate", 1e-3, "seed", 11, "weight_decay", 0.01, "exact_worlds", s->pieces ? s->pieces : 4);
     json_object_update(job, more);
     json_decref(more);
     QL_TRY(exact_data(data));

@@ -16,7 +16,7 @@ static int reference_count;
 
 static ql_status reference_of(const exact_setting *s, const exact_outcome **out)
 {
-    exact_setting job = {.model = s->model, .dtype = s->dtype, .adam = s->adam, .packed = s->packed, .group = s->group, .world = 1,
+    exact_setting job = {.model = s->model, .dtype = s->dtype, .adam = s->adam, .packed = s->packed, .group = s->group, .pieces = s->pieces, .world = 1,
                          .keep = QL_KEEP_ALL};
     for (int i = 0; i < reference_count; i++)
         if (memcmp(&references[i].job, &job, sizeof job) == 0) {
@@ -204,6 +204,7 @@ TEST(eight_ranks_are_exact)
 {
     exact_setting cases[] = {{.world = 8, .store = 1}, {.model = 1, .dtype = 1, .adam = 1, .world = 8, .store = 4, .schedule = 1, .keep = 3,
                              .save = 2, .paged = 1, .resume = 2}, {.model = 2, .packed = 1, .world = 8, .store = 2, .keep = 1, .resume = 1}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) cases[i].pieces = 8;
     CHECK_OK(exact_place());
     if (exact_on.devices < 8) NOT_RUN("%d GPUs", exact_on.devices);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) CHECK_OK(compare(&cases[i]));
@@ -259,18 +260,18 @@ static int64_t head_bytes(const ql_dataset *d, int64_t round, const exact_settin
 }
 
 /* What a rank sends in a run, from the formulas of the design: (2L − 1) gathers of this rank's part in the first pass over the layers,
- * the layer at the turn and the layer at the seam being held; per step the gradients' all-to-all and the adapters' all-gather, the
+ * the layer at the turn and the layer at the seam being held (a pass is a micro-batch's, in breadth that of a piece of two); per step the gradients' all-to-all and the adapters' all-gather, the
  * partial norms, the losses. */
 static int64_t expected_bytes(const exact_outcome *o, const exact_setting *s, const ql_dataset *d)
 {
     int64_t sent = 0, others = s->world - 1, layers = o->choice.layers, per_rank = EXACT_GROUP / s->world;
     for (int step = 0; step < EXACT_STEPS; step++) {
-        int64_t passes = ql_min64(group_at(step), per_rank);
+        int64_t rounds = ql_min64(group_at(step), per_rank), passes = s->schedule == QL_BREADTH ? (rounds + 1) / 2 : rounds;
         for (int64_t l = 0; s->store == 1 && l < layers; l++) {
             int64_t times = 2 * passes - (l == layers - 1 ? passes : 0) - (l == 0 ? passes - 1 : 0);
             sent += others * times * o->part[l];
         }
-        for (int k = 0; s->store > 0 && k < passes; k++) sent += head_bytes(d, o->round, s, step, k);
+        for (int k = 0; s->store > 0 && k < rounds; k++) sent += head_bytes(d, o->round, s, step, k);
         sent += others * o->shard * 4;                /* gradients: a shard to each other rank */
         sent += others * o->shard / QL_OPT_BLOCK * 4; /* partial norms */
         sent += others * o->shard * 4;                /* adapters */
@@ -327,14 +328,15 @@ TEST(ranks_send_what_the_design_says)
     CHECK_OK(exact_data(path));
     CHECK_OK(ql_dataset_open(path, QL_PACK_NONE, 64, &d));
     for (int world = 2; world <= exact_world(4); world *= 2)
-        for (int store = 0; store < 3; store++) {
-            exact_setting s = {.world = world, .store = store};
+        for (int way = 0; way < 4; way++) {
+            int store = way < 3 ? way : 1;
+            exact_setting s = {.world = world, .store = store, .schedule = way < 3 ? QL_LOOP : QL_BREADTH};
             exact_outcome o;
             CHECK_OK(exact_run(&s, &o));
             free(o.adapters);
             for (int r = 0; r < world; r++)
-                CHECK_MSG(exact_mem->sent[r] == expected_bytes(&o, &s, d), "world %d store %d rank %d sent %lld bytes, expected %lld", world,
-                          store, r, (long long)exact_mem->sent[r], (long long)expected_bytes(&o, &s, d));
+                CHECK_MSG(exact_mem->sent[r] == expected_bytes(&o, &s, d), "world %d store %d schedule %d rank %d sent %lld bytes, expected %lld",
+                          world, store, s.schedule, r, (long long)exact_mem->sent[r], (long long)expected_bytes(&o, &s, d));
         }
     ql_dataset_close(d);
 }

@@ -65,6 +65,7 @@ def test_a_rank_dies_at_each_action(tmp_path, rank, action):
     end, took = fails(tmp_path, how, rank, action, **SHARDED)
     assert took < 6 and named(end, rank, action), end
     assert f"signal {int(signal.SIGSEGV if how == 'segv' else signal.SIGKILL)}" in end["text"] and end["action"] in end["text"]
+    assert ("host memory runs out" in end["text"]) == (how == "kill"), end
 
 
 @pytest.mark.parametrize("rank,action", STAGES)

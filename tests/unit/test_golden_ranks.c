@@ -98,7 +98,7 @@ static void choose(job *j, size_t k)
     ql_choice *c = &s->choice;
     s->state_host = modes[k].state_host;
     c->world = modes[k].world, c->schedule = modes[k].schedule;
-    c->g = GROUP, c->pieces = ql_plan_pieces(GROUP, 8);
+    c->g = GROUP, c->pieces = ql_plan_pieces(GROUP, c->world); /* in breadth a rank's micro-batches go together */
     for (int l = 0; l < c->layers; l++) {
         c->store[l] = modes[k].store[l % 2];
         c->keep[l] = (uint8_t)(modes[k].keep == 3 ? l % 3 : modes[k].keep);

@@ -161,13 +161,18 @@ static void choose(job *j, size_t k)
 {
     ql_choice *c = &j->g.spec.choice;
     c->world = WORLD, c->schedule = modes[k].schedule;
-    c->g = GROUP, c->pieces = ql_plan_pieces(GROUP, 8);
+    c->g = GROUP, c->pieces = ql_plan_pieces(GROUP, c->schedule == QL_BREADTH ? WORLD : 8); /* breadth: two at a time */
     for (int l = 0; l < c->layers; l++) {
         c->store[l] = modes[k].store[l % 2];
         c->keep[l] = (uint8_t)modes[k].keep;
         c->save[l] = (uint8_t)modes[k].save;
     }
     if (ql_plan_piped(c)) ql_cost_cut(&j->g.spec, j->g.spec.rows);
+}
+
+static int alike(const ql_action *a, const ql_action *b)
+{
+    return a->what == b->what && a->mb == b->mb && a->layer == b->layer && a->slot == b->slot;
 }
 
 static void all_of(job *j, size_t k)
@@ -182,7 +187,7 @@ static void all_of(job *j, size_t k)
         for (int i = 0; i < j->plan[r].count && !test_bad; i++)
             for (int m = 0; m < MUTATIONS && !test_bad; m++) {
                 const ql_action *a = &j->plan[r].a[i];
-                if (m == SWAPPED && (i + 1 == j->plan[r].count || memcmp(a, a + 1, sizeof *a) == 0)) continue;
+                if (m == SWAPPED && (i + 1 == j->plan[r].count || alike(a, a + 1))) continue;
                 try_mutant(j, c, r, i, (mutation)m);
             }
     if (test_bad) return;

@@ -4,7 +4,8 @@
 static void choose(ql_choice *c, int world, int g, int schedule, int store, int keep, int save, int train)
 {
     memset(c, 0, sizeof *c);
-    c->world = world, c->layers = 5, c->first = 1, c->g = g, c->pieces = ql_plan_pieces(g, 8), c->train = train;
+    /* In breadth the micro-batches of a piece go together: few pieces, so that they have some. */
+    c->world = world, c->layers = 5, c->first = 1, c->g = g, c->pieces = ql_plan_pieces(g, schedule == QL_BREADTH ? 2 : 8), c->train = train;
     c->schedule = (ql_schedule)schedule;
     for (int l = 0; l < c->layers; l++) {
         c->store[l] = (uint8_t)(store ? store : 1 + l % 4);
