@@ -54,6 +54,7 @@ typedef struct {
     int64_t allocated[QL_MAX_WORLD], peak[QL_MAX_WORLD], counted[QL_MAX_WORLD]; /* device bytes: the table's, memory.c's */
     int64_t base[QL_MAX_WORLD], gather[QL_MAX_WORLD];                           /* of these */
     char why[QL_MAX_WORLD][512];
+    double struck;                                                              /* when a fault was made: test_faults.c */
     float adapters[QL_MAX_WORLD][1 << 20];
 } exact_shared;
 

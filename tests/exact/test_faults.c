@@ -15,7 +15,9 @@ static const ql_backend *real;
 
 static int hit(fault_kind kind)
 {
-    return kind == fault.kind && ++fault.seen == fault.at;
+    if (kind != fault.kind || ++fault.seen != fault.at) return 0;
+    exact_mem->struck = ql_now();
+    return 1;
 }
 
 static ql_status bad_alloc(ql_dev *d, int64_t bytes, void **out)
@@ -76,12 +78,11 @@ static const ql_backend *faulty(int rank, const ql_backend *be)
     return &mine;
 }
 
-/* Runs with the fault. How many seconds it took, and what was said, "" if the fault was never reached. */
+/* Runs with the fault. How many seconds after it the run had ended, and what was said, "" if the fault was never reached. */
 static double run_with(fault_kind kind, int rank, int at, char said[600])
 {
     exact_setting s = {.world = 2, .store = 1, .save = 1, .paged = 1};
     exact_outcome o = {0};
-    double from = ql_now();
     if (kind >= FAIL_SEND) s = (exact_setting){.model = 2, .world = 3, .group = 6, .schedule = QL_PIPE_AHEAD, .store = 2};
     fault.kind = kind, fault.rank = rank, fault.at = at, fault.seen = 0;
     exact_wrap = faulty;
@@ -90,7 +91,7 @@ static double run_with(fault_kind kind, int rank, int at, char said[600])
     ql_error_clear();
     exact_wrap = NULL;
     free(o.adapters);
-    return ql_now() - from;
+    return ql_now() - exact_mem->struck;
 }
 
 static void sweep(fault_kind kind, int step, int least)
