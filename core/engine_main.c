@@ -7,7 +7,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 static int devices(const char *library)
 {
@@ -26,18 +25,12 @@ static int devices(const char *library)
 
 int main(int argc, char **argv)
 {
+    ql_backend_cpu_start(argv);
     const char *library = getenv("QLORA_CUDA_LIBRARY");
     char dirs[8192] = "";
     const char *nccl = getenv("NCCL_HOME"), *more = getenv("QLORA_LIBRARY_PATH");
     snprintf(dirs, sizeof dirs, "%s%s%s%s", nccl ? nccl : "", nccl ? "/lib" : "", nccl && more ? ":" : "", more ? more : "");
     ql_backend_cuda_search(dirs);
-    /* No BLAS thread may exist before ranks are forked, and the library makes its threads when it is loaded: start again with the
-     * variable set. */
-    const char *threads = getenv("OPENBLAS_NUM_THREADS");
-    if (!threads || strcmp(threads, "1") != 0) {
-        setenv("OPENBLAS_NUM_THREADS", "1", 1);
-        execv("/proc/self/exe", argv);
-    }
     if (argc == 2 && strcmp(argv[1], "--devices") == 0) return devices(library);
     if (argc > 1) {
         fprintf(stderr, "usage: qlora-engine [--devices]\n");

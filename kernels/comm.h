@@ -59,6 +59,9 @@ typedef struct {
 } ql_backend;
 
 const ql_backend *ql_backend_cpu(void);
+/* First in main: starts the program again where its BLAS was loaded with threads (none may exist before ranks are forked), or without
+ * the kernels that this processor could use. */
+void ql_backend_cpu_start(char **argv);
 const ql_backend *ql_backend_null(void);
 /* Opens libqlora-cuda.so (beside the program, or on the library path) at run time. QL_ENOSUP says what is missing: the file, the
  * driver, cuBLAS, NCCL. Touches no device. */

@@ -7,7 +7,7 @@
 #ifndef QL_TEST_H
 #define QL_TEST_H
 
-#include "kernels/base.h"
+#include "kernels/comm.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -117,6 +117,7 @@ static inline int test_run(const test_entry *tests, int n, int argc, char **argv
     int main(int argc, char **argv)                                                                \
     {                                                                                              \
         static const test_entry all[] = {__VA_ARGS__};                                             \
+        ql_backend_cpu_start(argv);                                                                \
         return test_run(all, (int)(sizeof all / sizeof *all), argc, argv);                         \
     }
 /* TEST_MAIN(T(name), T(other)) */

@@ -7,6 +7,11 @@ void openblas_set_num_threads(int n)
     (void)n;
 }
 
+char *openblas_get_corename(void)
+{
+    return openblas_get_config();
+}
+
 char *openblas_get_config(void)
 {
     static char text[] = "no BLAS";

@@ -4,7 +4,6 @@
 #include "core/cost.h"
 #include "core/pipe.h"
 #include "core/train.h"
-#include "tests/one_thread.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -234,7 +233,7 @@ static ql_status clock_table(const char *folder)
 
 int main(int argc, char **argv)
 {
-    one_blas_thread(argv);
+    ql_backend_cpu_start(argv);
     FILE *hold = fopen("/dev/null", "r"); /* ranks close the engine's descriptor */
     sh = mmap(NULL, sizeof *sh, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     ql_status st = sh == MAP_FAILED ? ql_fail(QL_ENOMEM, "no shared memory") : paper_table();

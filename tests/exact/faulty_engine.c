@@ -9,7 +9,6 @@
 #include "core/qlora.h"
 #include "core/rank.h"
 #include "core/session.h"
-#include "tests/one_thread.h"
 
 #include <signal.h>
 #include <stdio.h>
@@ -137,7 +136,7 @@ int __wrap_rename(const char *from, const char *to)
 
 int main(int argc, char **argv)
 {
-    one_blas_thread(argv);
+    ql_backend_cpu_start(argv);
     if (argc != 5 && (argc != 6 || strcmp(argv[1], "delay") != 0)) return 2;
     if (argc == 6) fault.ms = atoi(argv[5]);
     fault.how = argv[1], fault.rank = atoi(argv[2]), fault.action = argv[3], fault.at = atoi(argv[4]);

@@ -3,7 +3,6 @@
  * exact) runs every way to run a job. `exact_cuda --backend=cuda` does the same with a GPU to a rank and fewer jobs. */
 #include "core/sampler.h"
 #include "tests/exact/exact.h"
-#include "tests/one_thread.h"
 
 /* ---- references: the job on one rank, everything resident and kept ----------------------------- */
 
@@ -378,8 +377,7 @@ static const test_entry all[] = {T(product)};
 
 int main(int argc, char **argv)
 {
-    /* No BLAS thread may exist before ranks are forked; the library reads this when it is loaded. */
-    one_blas_thread(argv);
+    ql_backend_cpu_start(argv);
     /* Forked ranks close the engine's descriptor: nothing of this program may have that number. */
     FILE *hold = fopen("/dev/null", "r");
     if (argc > 2 && atoi(argv[2]) > 0) every = atoi(argv[2]);

@@ -1,7 +1,6 @@
 /* Allocations and collectives that fail, on each rank in turn: the rank's own words come out, nobody hangs, and the next run is
  * whole. (What the engine process makes of ranks that die is in tests/py/test_engine.py.) */
 #include "tests/exact/exact.h"
-#include "tests/one_thread.h"
 
 typedef enum { FAIL_ALLOC, FAIL_HOST_ALLOC, FAIL_GATHER, FAIL_EXCHANGE, FAIL_SEND, FAIL_RECV, FAIL_LAND, KILL_SEND, KILL_RECV, KILL_LAND } fault_kind;
 static struct {
@@ -141,7 +140,7 @@ static const test_entry tests[] = {T(device_allocations_fail), T(host_allocation
 
 int main(int argc, char **argv)
 {
-    one_blas_thread(argv);
+    ql_backend_cpu_start(argv);
     FILE *hold = fopen("/dev/null", "r"); /* ranks close the engine's descriptor */
     int failed = test_run(tests, (int)(sizeof tests / sizeof *tests), argc, argv);
     if (hold) fclose(hold);

@@ -212,5 +212,6 @@ int main(int argc, char **argv)
 {
     static const test_entry tests[] = {T(threads_give_the_same_bits), T(a_stop_is_agreed_on_and_resumed), T(a_failure_ends_all),
                                        T(stages_agree_on_a_stop), T(a_failure_ends_all_stages)};
+    ql_backend_cpu_start(argv);
     return test_run(tests, (int)(sizeof tests / sizeof *tests), argc, argv);
 }

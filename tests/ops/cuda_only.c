@@ -6,6 +6,11 @@
 
 const char *const test_default[] = {"cuda", NULL};
 
+void test_start(char **argv)
+{
+    (void)argv;
+}
+
 ql_status test_backend(const char *name, const ql_backend **out)
 {
     if (strcmp(name, "cuda") == 0) return ql_backend_cuda(NULL, out);

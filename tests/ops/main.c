@@ -354,6 +354,7 @@ int main(int argc, char **argv)
     const char *names[8];
     const ql_backend *b;
     int n = 0, failed = 0;
+    test_start(argv);
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--bench") == 0)
             o.bench = true;

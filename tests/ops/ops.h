@@ -78,6 +78,7 @@ double bar_of(ql_dtype t, double f32);
 double *doubles(ctx *c, int64_t n);
 
 /* Which backends this program has (two programs: with the CPU backend, and without). */
+void test_start(char **argv);
 ql_status test_backend(const char *name, const ql_backend **out);
 extern const char *const test_default[]; /* up to NULL: what runs when none is named */
 

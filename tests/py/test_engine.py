@@ -269,3 +269,16 @@ def test_the_best_without_a_checkpoint(engine):
     assert e["ev"] == "done" and len(losses) == 4 and min(losses, key=losses.get) == 1, (e, losses)
     said = [e["text"] for e in engine.events if e["ev"] == "log" and e["level"] == "warning"]
     assert any("the best evaluation was at step 1, whose checkpoint is not there" in t for t in said), said
+
+
+def test_blas_uses_what_the_processor_has():
+    """A BLAS that is older than the processor takes kernels without AVX by itself; a wish of the user's stands."""
+    def kernels(**more):
+        env = {k: v for k, v in os.environ.items() if k != "OPENBLAS_CORETYPE"}
+        out = subprocess.run([str(BUILD / "qlora-engine"), "--devices"], env={**env, **more}, capture_output=True, text=True).stdout
+        return next(d for d in json.loads(out)["devices"] if d["id"].startswith("cpu"))["libs"]
+    flags = open("/proc/cpuinfo").read().split()
+    if "avx2" not in flags or "fma" not in flags or "DYNAMIC_ARCH" not in kernels():
+        pytest.skip("no AVX2, or a BLAS for one processor")
+    assert "Prescott" not in kernels() and "Barcelona" not in kernels()
+    assert "Haswell" in kernels(OPENBLAS_CORETYPE="Haswell")
