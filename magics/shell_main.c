@@ -1,7 +1,7 @@
 /* build/qlora: the verbs from a file or stdin, text/plain out.
  *
  *   qlora first.qlora          a verb a line, with or without %qlora; # comments
- *   qlora -c 'load tiny' -c train
+ *   qlora -c 'load tiny' -c train   the text of such a file
  *   %%qlora config             a body runs to the next blank line or the next line that begins with
  * %
  * In a terminal it asks for each line, and an error does not end it.
@@ -81,7 +81,7 @@ static void ask(int in_body)
     fflush(stdout);
 }
 
-static ql_status run_file(ql_magics *m, FILE *f)
+static ql_status run_file(ql_magics *m, FILE *f, const char *name)
 {
     int terminal = isatty(fileno(f));
     char *text = NULL, *line = NULL;
@@ -111,6 +111,10 @@ static ql_status run_file(ql_magics *m, FILE *f)
         } else {
             st = run(m, rest, NULL);
         }
+    }
+    if (st == QL_OK && ferror(f)) {
+        st = ql_fail(QL_EIO, "%s", strerror(errno));
+        fprintf(stderr, "qlora: %s: %s\n", name, ql_error());
     }
     if (open && st == QL_OK) st = run(m, line, ql_buf_str(&body));
     if (terminal) puts("");
@@ -158,8 +162,7 @@ static json_t *hub(void *self)
 static ql_status run_all(ql_magics *m, int argc, char **argv)
 {
     ql_status st = QL_OK;
-    int cell;
-    if (argc < 2) return run_file(m, stdin);
+    if (argc < 2) return run_file(m, stdin, "stdin");
     if (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "--version") == 0) {
         printf("qlora %s: %%qlora's verbs without a notebook\n"
                "  qlora               in a terminal, or from stdin\n"
@@ -168,19 +171,23 @@ static ql_status run_all(ql_magics *m, int argc, char **argv)
         return argv[1][2] == 'v' ? QL_OK : run(m, "help", NULL);
     }
     for (int i = 1; i < argc && st == QL_OK; i++) {
-        if (strcmp(argv[i], "-c") == 0 && i + 1 < argc) {
-            st = run(m, strip(argv[++i], &cell), NULL);
-        } else if (strcmp(argv[i], "-") == 0) {
-            st = run_file(m, stdin);
-        } else {
-            FILE *f = fopen(argv[i], "re");
-            if (!f) {
-                fprintf(stderr, "qlora: %s: %s; a verb is given as -c '%s'\n", argv[i], strerror(errno), argv[i]);
-                return QL_EIO;
-            }
-            st = run_file(m, f);
-            fclose(f);
+        int verbs = strcmp(argv[i], "-c") == 0;
+        if (strcmp(argv[i], "-") == 0) {
+            st = run_file(m, stdin, "stdin");
+            continue;
         }
+        if (argv[i][0] == '-' && (!verbs || !argv[i + 1])) {
+            fprintf(stderr, verbs ? "qlora: -c needs a verb: -c 'load tiny'\n" : "qlora: there is no option %s: see qlora --help\n", argv[i]);
+            return QL_EINVAL;
+        }
+        if (verbs && !*argv[++i]) continue;
+        FILE *f = verbs ? fmemopen(argv[i], strlen(argv[i]), "r") : fopen(argv[i], "re");
+        if (!f) {
+            fprintf(stderr, "qlora: %s: %s; a verb is given as -c '%s'\n", argv[i], strerror(errno), argv[i]);
+            return QL_EIO;
+        }
+        st = run_file(m, f, argv[i]);
+        fclose(f);
     }
     return st;
 }

@@ -264,6 +264,20 @@ def test_how_it_is_called(tmp_path, how):
     assert r.returncode == 1 and "a verb is given as -c 'train'" in r.stderr
 
 
+@pytest.mark.parametrize("arguments,code,part", [
+    (["-c", "# both\nconfig --r 4\n%%qlora config\nlora_alpha: 7\n\nconfig --save c.json"], 0, ""),
+    (["-c", ""], 0, ""),
+    (["-c"], 1, "qlora: -c needs a verb"),
+    (["--foo"], 1, "qlora: there is no option --foo"),
+    (["."], 1, "qlora: .: Is a directory"),
+])
+def test_its_arguments(tmp_path, arguments, code, part):
+    r = subprocess.run([str(BUILD / "qlora"), *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert r.returncode == code and part in r.stderr and bool(part) == bool(r.stderr)
+    if "c.json" in "".join(arguments):
+        assert json.loads((tmp_path / "c.json").read_text()) == {"r": 4, "lora_alpha": 7}
+
+
 def test_a_terminal_is_asked_and_survives_errors(tmp_path):
     import pty
     terminal, end = pty.openpty()
