@@ -85,6 +85,7 @@ static inline ql_status gold_open(gold *g)
     char name[64];
     QL_TRY(ql_json_load(in(g, "case.json"), 1 << 20, &g->info));
     QL_TRY(ql_model_open(in(g, g->folder), &g->model));
+    ql_model_skip(g->model, json_object_get(g->info, "keep"));
     QL_TRY(ql_lora_open(in(g, "adapter"), &g->model->cfg, &g->lora));
     QL_TRY(ql_st_open(in(g, "batches.safetensors"), &g->batches));
     snprintf(name, sizeof name, "expected-%s.safetensors", g->variant);

@@ -166,7 +166,13 @@ FAMILY(mistral)
 FAMILY(qwen2)
 TEST(qwen3_as_it_is) { run("qwen3", "model", "lora", 0); }
 TEST(qwen3_prequantised) { run("qwen3", "model-nf4", "nf4", 0); }
+TEST(qwen3_quantised_on_load)
+{
+    /* Of fp32 files: a GPU's reciprocal may give a value within 2 ulp of a threshold the neighbouring code. */
+    if (strcmp(test_backend, "cuda") == 0) NOT_RUN("the fixture is of fp32 values, quantised as the CPU does");
+    run("qwen3", "model", "nf4", 1);
+}
 
 TEST_MAIN(T(llama_as_it_is), T(llama_prequantised), T(llama_quantised_on_load), T(mistral_as_it_is), T(mistral_prequantised),
           T(mistral_quantised_on_load), T(qwen2_as_it_is), T(qwen2_prequantised), T(qwen2_quantised_on_load), T(qwen3_as_it_is),
-          T(qwen3_prequantised))
+          T(qwen3_prequantised), T(qwen3_quantised_on_load))
