@@ -166,7 +166,8 @@ ql_status ql_steps_plan(const ql_args *a, int64_t rows, int64_t world, ql_steps 
                 rows > 0 ? " (dataloader_drop_last leaves out a short one)" : "");
     p.updates = ql_ceil_div(p.batches, p.group);
     n = a->max_steps > 0 ? (double)a->max_steps : ceil(a->epochs * (double)p.updates);
-    if (n > 1e12) QL_FAIL(QL_EINVAL, "%g optimizer steps are too many: set num_train_epochs or max_steps", n);
+    if (n > 1e8) /* every step's rate is in memory */
+        QL_FAIL(QL_EINVAL, "%.0f optimizer steps are more than 100000000: set a lower %s", n, a->max_steps > 0 ? "max_steps" : "num_train_epochs");
     p.max_steps = (int64_t)n;
     p.epochs = ql_ceil_div(p.max_steps, p.updates);
     if (a->warmup_steps >= 1) p.warmup = (int64_t)a->warmup_steps;

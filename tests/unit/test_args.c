@@ -102,6 +102,10 @@ TEST(too_little_data)
     CHECK_OK(ql_args_from_job(j, &a));
     CHECK_FAILS(ql_steps_plan(&a, 3, 1, &p), QL_EINVAL, "3 samples: not one batch of 4 (dataloader_drop_last");
     CHECK_FAILS(ql_steps_plan(&a, 0, 1, &p), QL_EINVAL, "0 samples");
+    a.max_steps = 1000000000000;
+    CHECK_FAILS(ql_steps_plan(&a, 30, 1, &p), QL_EINVAL, "1000000000000 optimizer steps are more than 100000000: set a lower max_steps");
+    a.max_steps = -1, a.epochs = 1e6;
+    CHECK_FAILS(ql_steps_plan(&a, 3000, 1, &p), QL_EINVAL, "set a lower num_train_epochs");
     ql_job_free(j);
 }
 
