@@ -190,6 +190,14 @@ def test_completion(kernel):
     assert {"live", "obj"} <= set(complete("%qlora plot "))
     assert "cosine" in complete("%qlora config --lr_scheduler_type cos")
     assert "grad_norm" in complete("%qlora plot --metric gr")
+    # Nothing of Python's own is mixed in; values come before options.
+    assert complete("%qlora plot --metric=g") == ["--metric=grad_norm"] and complete("r = %qlora trai") == ["train"]
+    assert complete("%qlora config --devices ")[:4] == ["0", "1", "auto", "cpu"] and complete("%qlora config --lr_scheduler_type cosine_with_r") == ["cosine_with_restarts"]
+    runs = complete("%qlora resume ")
+    assert {"live", "obj"} <= set(runs) and "print" not in runs and [r[:2] == "--" for r in runs] == sorted(r[:2] == "--" for r in runs)
+    assert complete("%%qlora config\nr: 4\nlr_sched") == ["lr_scheduler_kwargs", "lr_scheduler_type"]
+    assert complete("%%qlora config\nlr_scheduler_type: cosine_with_r") == ["cosine_with_restarts"]
+    assert "print" in complete("pri") and "print" in complete("%qlora load tiny\npri")
 
 
 def test_inspection(kernel):

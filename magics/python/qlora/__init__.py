@@ -7,6 +7,7 @@ From plain Python: qlora.run("load", "tiny"); r = qlora.run("train", max_steps=2
 """
 import json as _json
 import os as _os
+import re as _re
 import signal as _signal
 import sys as _sys
 from pathlib import Path as _Path
@@ -398,6 +399,28 @@ def _complete(ip, event):
     return words
 
 
+def _matcher(context):
+    """Tab where IPython lets a completer speak alone (8.6 on); also after `r = `, and in the body of %%qlora config."""
+    from IPython.core.completer import SimpleCompletion
+    text = context.text_until_cursor
+    begin = _re.match(r"\s*(?:[\w, ]+=\s*)?(?=%%?qlora\s)", text)
+    if begin:
+        line, word, cut = text[begin.end():], _re.search(r"\S*$", text).group(), 0
+    elif context.cursor_line and _re.match(r"%%qlora\s+config\b", context.full_text):
+        key, colon, value = (part.strip() for part in text.partition(":"))
+        line, word, cut = (f"%qlora config --{key} {value}", value, 0) if colon else (f"%qlora eval --{key}", key, 2)   # eval has no options of its own
+    else:
+        return {"completions": []}
+    try:
+        found = _json.loads(_core.complete(line))
+    except (Error, ValueError):
+        found = []
+    if not begin and not cut:
+        found = [f for f in found if not f.startswith("--")]
+    found.sort(key=lambda f: f.startswith("--"))   # values before options
+    return {"completions": [SimpleCompletion(f[cut:]) for f in found], "matched_fragment": word, "suppress": True, "ordered": True}
+
+
 def _brief_traceback(error):
     """What IPython shows: the message, and only such frames above it as are the person's own functions."""
     lines, tb = [f"\x1b[31m{type(error).__name__}\x1b[0m: {error}"], error.__traceback__
@@ -427,14 +450,21 @@ def load_ipython_extension(ip):
     _open()
     qlora.__doc__ = _core.help()
     ip.register_magic_function(qlora, "line_cell", "qlora")
-    for key in ("%qlora", "%%qlora"):
-        ip.set_hook("complete_command", _complete, str_key=key)
+    try:
+        from IPython.core.completer import context_matcher
+        matchers = ip.Completer.custom_matchers
+        matchers[:] = [m for m in matchers if m is not _matcher] + [context_matcher()(_matcher)]
+    except (ImportError, AttributeError):   # an older one has only hooks, and mixes in names of its own
+        for key in ("%qlora", "%%qlora"):
+            ip.set_hook("complete_command", _complete, str_key=key)
     ip.user_ns.setdefault("qlora", _sys.modules[__name__])
 
 
 def unload_ipython_extension(ip):
     ip.magics_manager.magics["line"].pop("qlora", None)
     ip.magics_manager.magics["cell"].pop("qlora", None)
+    if _matcher in getattr(ip.Completer, "custom_matchers", []):
+        ip.Completer.custom_matchers.remove(_matcher)
     _core.close()
 
 
