@@ -282,7 +282,7 @@ static void check_ranks(session *s, relay *r)
         const char *cut = s->placed ? ql_st_cut(s->placed->model->files) : NULL;
         if (cut) snprintf(lost, sizeof lost, "%.300s was cut short while it was in use: it has to be whole again before the next command", cut);
         if (!ql_ranks_shared(s->ranks)->abort && !r->told)
-            end_for(s, r, dead, why, cut ? lost : "The next command starts fresh ranks");
+            end_for(s, r, dead, why, cut ? lost : "`resume` goes on from the run's last checkpoint. The next command starts fresh ranks");
         ql_ranks_shared(s->ranks)->abort = 1;
     }
     int64_t beat = ql_ranks_beat(s->ranks);
