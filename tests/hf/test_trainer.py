@@ -1,4 +1,5 @@
 """qlora.from_transformers and qlora.SFTTrainer with the real TrainingArguments, SFTConfig, LoraConfig, BitsAndBytesConfig and datasets."""
+import dataclasses
 import os
 import pathlib
 import sys
@@ -57,6 +58,19 @@ def test_their_defaults_not_ours():
     assert job["target_modules"] == ["q_proj", "v_proj"] and job["num_train_epochs"] == 3 and "output_dir" not in job
     assert job.ignored == []
     job.apply()  # every value is one that the engine takes
+
+
+def test_what_older_transformers_set_themselves():
+    """Before 5, logging_dir was made from output_dir: nobody asked for it."""
+    @dataclasses.dataclass
+    class Older(TrainingArguments):
+        logging_dir: str = None
+
+        def __post_init__(self):
+            super().__post_init__()
+            self.logging_dir = self.output_dir + "/runs/today"
+
+    assert qlora.from_transformers(Older(output_dir="x", use_cpu=True)).ignored == []
 
 
 def test_refused_by_name():

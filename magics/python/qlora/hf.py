@@ -21,7 +21,7 @@ from . import Error, _clean, _core, _rows, _write_rows, run
 
 # Set by transformers itself, or by this module in another way.
 ELSEWHERE = {"formatting_func", "resume_from_checkpoint", "model_init_kwargs", "hub_token", "push_to_hub_token", "push_to_hub", "hub_model_id",
-             "hub_private_repo", "do_train", "do_eval", "remove_unused_columns"}
+             "hub_private_repo", "do_train", "do_eval", "remove_unused_columns", "logging_dir"}
 # Hints for speed: without them the same is learnt, so a notebook that gives them runs.
 HINTS = {"group_by_length": "the order is the seed's alone; padding is not computed with here, so nothing is lost",
          "auto_find_batch_size": "what does not fit is refused before it runs, with settings that fit"}
