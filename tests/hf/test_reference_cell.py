@@ -15,11 +15,11 @@ def test_overlay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = json.loads((ROOT / "kaggle" / "qlora-2xt4.ipynb").read_text())
     (cell,) = [c for c in page["cells"] if "REFERENCE:" in "".join(c["source"])]
-    qlora.run("load", str(ROOT / "notebooks" / "tiny"), load_in_4bit=False)
+    qlora.run("load", str(ROOT / "notebooks" / "tiny"))
     rows = [{"text": f"How many cats sit on {i} mats? {i} cats sit on {i} mats."} for i in range(64)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     qlora.run("data", "rows.jsonl")
-    qlora.run("config", devices="cpu", dtype="float32", r=8, lora_alpha=16, max_length=128, max_steps=12, warmup_steps=1, seed=3407,
+    qlora.run("config", reset=True, load_in_4bit=False, devices="cpu", dtype="float32", r=8, lora_alpha=16, max_length=128, max_steps=12, warmup_steps=1, seed=3407,
               learning_rate=2e-3, per_device_train_batch_size=2, gradient_accumulation_steps=4)
     one = qlora.run("train", run_name="one")
     source = "".join(cell["source"]).replace('"qlora.reference"', "'reference'")
