@@ -71,8 +71,9 @@ static ql_status unknown_columns(const json_t *row, const char *text_field, bool
     ql_str names = {0};
     json_t *o = (json_t *)(uintptr_t)row, *v;
     static const char *const types[] = {"an object", "a list", "text", "a whole number", "a number", "true", "false", "null"};
-    const char *const wrong[][2] = {{text_field, "text"}, {"messages", "a list of messages"}, {"conversations", "a list of messages"}};
-    for (int i = 0; i < 3; i++)
+    const char *const wrong[][2] = {{text_field, "text"}, {"messages", "a list of messages"}, {"conversations", "a list of messages"},
+                                    {"input_ids", "a list of token ids"}};
+    for (int i = 0; i < 4; i++)
         if ((v = json_object_get(o, wrong[i][0])) && !(i == 0 && json_is_string(v)))
             QL_FAIL(QL_EINVAL, "the column '%.60s' must hold %s; in the first row it is %s%s", wrong[i][0], wrong[i][1], types[json_typeof(v)],
                     json_is_object(v) ? " (a table by columns? pandas writes rows with to_json(orient=\"records\"))" : "");

@@ -22,6 +22,7 @@ struct ql_tokenising {
     int64_t total;
     json_t *skipped, *first;
     int64_t examples, tokens, trained, truncated, odd_prompts;
+    int32_t top; /* the largest id */
     ql_row_kind kind;
     ql_status status;
     char error[2048];
@@ -46,7 +47,7 @@ static ql_status choose_path(ql_tokenising *t)
         return QL_OK;
     }
     QL_TRY(ql_table_hash(t->rows, h));
-    enum { RULES = 3 }; /* changes when the same row becomes other tokens or another mask */
+    enum { RULES = 4 }; /* changes when the same row becomes other tokens or another mask, or more is told about them */
     int64_t numbers[] = {RULES, t->o.packing == QL_PACK_WRAPPED ? 0 : t->o.max_length, t->o.packing == QL_PACK_BFD_SPLIT, t->o.loss_on, (int64_t)ql_tok_hash(t->tok)};
     for (int k = 0; k < 2; k++) {
         h[k] = ql_hash(h[k], numbers, sizeof numbers);
@@ -78,6 +79,8 @@ static ql_status store(ql_tokenising *t, const ql_example *e, ql_dataset_writer 
         int64_t trained = 0;
         for (size_t k = 1; k < n; k++) trained += e->trained[at + k];
         if (!trained) continue;
+        for (size_t k = 0; k < n; k++)
+            if (e->ids.data[at + k] > t->top) t->top = e->ids.data[at + k];
         QL_TRY(ql_dataset_add(w, e->ids.data + at, e->trained + at, n));
         t->examples++, t->tokens += (int64_t)n, t->trained += trained;
     }
@@ -144,10 +147,11 @@ static ql_status tokenise(ql_tokenising *t)
         atomic_store_explicit(&t->done, i + 1, memory_order_relaxed);
     }
     if (!t->examples) QL_GO(nothing_left(t));
-    about = json_pack("{s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:s,s:O,s:O}", "rows", (json_int_t)t->total, "examples",
+    about = json_pack("{s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:s,s:O,s:O}", "rows", (json_int_t)t->total, "examples",
                       (json_int_t)t->examples, "tokens", (json_int_t)t->tokens, "trained_tokens", (json_int_t)t->trained,
                       "truncated", (json_int_t)t->truncated, "prompt_not_prefix", (json_int_t)t->odd_prompts, "not_utf8",
-                      (json_int_t)ql_table_not_utf8(t->rows), "kind", ql_row_kind_name(t->kind), "skipped", t->skipped, "first", t->first);
+                      (json_int_t)ql_table_not_utf8(t->rows), "largest_id", (json_int_t)t->top, "kind", ql_row_kind_name(t->kind), "skipped", t->skipped,
+                      "first", t->first);
     if (!about) st = ql_fail(QL_ENOMEM, "no memory for a data set's description");
     else st = ql_dataset_commit(w, about);
 out:

@@ -53,7 +53,7 @@ static ql_status batch_fits(const ql_rank *r, const ql_batch *b)
         QL_FAIL(QL_EINTERNAL, "a micro-batch of %lld tokens; memory was taken for %lld", (long long)b->T, (long long)s->rows);
     if (b->docs > s->docs)
         QL_FAIL(QL_EINTERNAL, "a micro-batch of %lld documents; memory was taken for %lld", (long long)b->docs, (long long)s->docs);
-    /* Ids may come from a file or another model's tokenizer: nothing behind the embedding may be read. */
+    /* The file may be another than was prepared: nothing behind the embedding may be read. */
     int64_t vocab = s->model->cfg.vocab;
     for (int64_t t = 0; t < b->T; t++)
         if (b->ids[t] < 0 || b->ids[t] >= vocab)

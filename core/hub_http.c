@@ -217,8 +217,8 @@ ql_status ql_http_get(hub *h, const char *url, answer *a)
         best = ql_max64(best, a->at);
         if (failed >= tries) {
             if (rc != CURLE_OK)
-                QL_FAIL(QL_EIO, "%s: %s (%d tries; %s). Without a network, set HF_HUB_OFFLINE=1 to use what is cached", a->name,
-                        curl.strerror(rc), failed, h->endpoint);
+                QL_FAIL(QL_EIO, "%s: %s (%d tries; %s). Without a network, give the path of a folder that is there, or set HF_HUB_OFFLINE=1 "
+                        "for what is cached", a->name, curl.strerror(rc), failed, h->endpoint);
             if (status < 400)
                 QL_FAIL(QL_EIO, "%s: the server ends after %lld of %lld bytes (%d tries)", a->name, (long long)a->at,
                         (long long)a->size, failed);

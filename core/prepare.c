@@ -2,6 +2,7 @@
 
 #include "core/data_files.h"
 #include "core/file.h"
+#include "core/model.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -104,6 +105,21 @@ static const char *eval_split(const char *folder)
     return NULL;
 }
 
+/* Ids may come from elsewhere, or the tokenizer may be another model's. */
+static ql_status within_vocabulary(const char *model, const ql_dataset *d)
+{
+    char path[QL_PATH_MAX];
+    ql_config cfg;
+    json_int_t top = json_integer_value(json_object_get(ql_dataset_about(d), "largest_id"));
+    QL_TRY(ql_path_join(path, model, "config.json"));
+    QL_TRY(ql_config_load(path, &cfg));
+    ql_config_free(&cfg);
+    if (top >= cfg.vocab)
+        QL_FAIL(QL_EINVAL, "token id %lld in the data; the model's vocabulary ends at %lld: is this its own tokenizer?", (long long)top,
+                (long long)cfg.vocab - 1);
+    return QL_OK;
+}
+
 /* Rows of one data setting to a tokenised file in the cache. */
 static ql_status tokenise(const ql_job *job, const char *data, const json_t *inside, const reader *r, const char *cache, int eval,
                           ql_prepare_tick tick, void *ctx, ql_dataset **out)
@@ -111,6 +127,7 @@ static ql_status tokenise(const ql_job *job, const char *data, const json_t *ins
     files f = {0};
     ql_table *rows = NULL;
     ql_tokenising *t = NULL;
+    ql_dataset *d = NULL;
     ql_status st = QL_OK;
     int64_t done = 0, total = 1;
     char *template = NULL;
@@ -132,8 +149,11 @@ static ql_status tokenise(const ql_job *job, const char *data, const json_t *ins
             }
         }
     }
-    QL_GO(ql_tokenise_wait(t, out));
+    QL_GO(ql_tokenise_wait(t, &d));
+    QL_GO(within_vocabulary(ql_job_str(job, "model"), d));
+    *out = d, d = NULL;
 out:
+    ql_dataset_close(d);
     ql_tokenise_free(t);
     ql_table_close(rows);
     files_free(&f);

@@ -323,6 +323,18 @@ def test_evaluation_data_by_name(tmp_path):
     assert json.loads((tmp_path / "c.json").read_text())["eval_dataset"] == "mine.jsonl"
 
 
+def test_ids_beyond_the_vocabulary_are_told_before_a_run(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"input_ids": "1, 2"}\n')
+    (tmp_path / "b.jsonl").write_text('{"input_ids": [1, 2, 1023]}\n{"input_ids": [1, 1024, 2]}\n')
+    for line, said in (("data a.jsonl", "the column 'input_ids' must hold a list of token ids"),
+                       ("data b.jsonl", "token id 1024 in the data; the model's vocabulary ends at 1023"),
+                       ("eval --eval_dataset b.jsonl", "token id 1024 in the data; the model's vocabulary ends at 1023")):
+        r = shell(f"load tiny\n{line}\n", tmp_path, engine=REAL)
+        assert r.returncode == 1 and said in r.stderr, r.stderr
+    (tmp_path / "b.jsonl").write_text('{"input_ids": [1, 2, 1023]}\n')
+    assert shell("load tiny\ndata b.jsonl\n", tmp_path, engine=REAL).returncode == 0
+
+
 def test_a_folder_is_evaluated_by_its_own_split(tmp_path):
     """Validation, else test; what is for training only where there is nothing else. A bundled name by its eval.jsonl, as `data` takes it."""
     for name, text in (("train", "a goat"), ("validation", "an old pirate ship"), ("test", "beans")):
