@@ -1,5 +1,6 @@
 #include "core/bpe.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -42,7 +43,8 @@ struct ql_bpe {
     size_t merge_mask, merge_room;
     uint32_t n_merges;
     int32_t byte_id[256]; /* -1: the vocabulary lacks this byte, which is then dropped */
-    bool ignore_merges, sealed;
+    bool pieces, ignore_merges, sealed;
+    bool crosses; /* some merge joins a ▁ to another character before it */
     cached *cache;
     symbol *sym; /* scratch of long pre-tokens */
     candidate *heap;
@@ -102,12 +104,12 @@ static size_t power_above(size_t n)
     return p;
 }
 
-ql_status ql_bpe_new(int32_t n_ids, size_t n_tokens, size_t n_merges, ql_bpe **out)
+ql_status ql_bpe_new(bool pieces, int32_t n_ids, size_t n_tokens, size_t n_merges, ql_bpe **out)
 {
     ql_bpe *b = calloc(1, sizeof *b);
     if (!b) QL_FAIL(QL_ENOMEM, "no memory for a tokenizer");
     size_t slots = power_above(2 * n_tokens + 1), pairs = power_above(2 * n_merges + 1);
-    b->n_ids = n_ids;
+    b->pieces = pieces, b->n_ids = n_ids;
     b->tokens = calloc((size_t)n_ids + 1, sizeof *b->tokens);
     b->table = malloc(slots * sizeof *b->table);
     b->merges = malloc(pairs * sizeof *b->merges);
@@ -144,11 +146,12 @@ static int alphabet_byte(uint32_t c)
 }
 
 /* Appends the bytes that key stands for; false when a character is outside the alphabet. */
-static ql_status key_bytes(const char *key, size_t n, ql_str *out, bool *inside)
+static ql_status key_bytes(const ql_bpe *b, const char *key, size_t n, ql_str *out, bool *inside)
 {
     const unsigned char *p = (const unsigned char *)key, *end = p + n;
     size_t start = out->len;
     *inside = true;
+    if (b->pieces) return ql_str_add(out, key, n);
     QL_TRY(ql_str_reserve(out, n));
     for (int len; p < end; p += len) {
         int byte = alphabet_byte(ql_utf8_get(p, &len));
@@ -183,7 +186,7 @@ int32_t ql_bpe_find_key(const ql_bpe *b, const char *key, size_t n)
     ql_str s = {0};
     bool inside;
     int32_t id = -1;
-    if (key_bytes(key, n, &s, &inside) == QL_OK && inside) id = ql_bpe_find(b, s.data, s.len);
+    if (key_bytes(b, key, n, &s, &inside) == QL_OK && inside) id = ql_bpe_find(b, s.data, s.len);
     ql_str_free(&s);
     return id;
 }
@@ -194,7 +197,7 @@ ql_status ql_bpe_add_token(ql_bpe *b, const char *key, size_t n, int32_t id)
     if (id < 0 || id >= b->n_ids || n > UINT32_MAX / 2)
         QL_FAIL(QL_EINVAL, "token '%.40s' has the impossible id %d", key, id);
     size_t off = b->text.len;
-    QL_TRY(key_bytes(key, n, &b->text, &inside));
+    QL_TRY(key_bytes(b, key, n, &b->text, &inside));
     token t = {off, (uint32_t)(b->text.len - off), 1};
     if (b->tokens[id].known) {
         if (b->tokens[id].len == t.len &&
@@ -215,10 +218,29 @@ ql_status ql_bpe_seal(ql_bpe *b, bool ignore_merges)
     b->ignore_merges = ignore_merges;
     b->sealed = true;
     for (int i = 0; i < 256; i++) {
-        char c = (char)i;
-        b->byte_id[i] = ql_bpe_find(b, &c, 1);
+        char c = (char)i, name[8];
+        snprintf(name, sizeof name, "<0x%02X>", (unsigned)i);
+        b->byte_id[i] = b->pieces ? ql_bpe_find(b, name, 6) : ql_bpe_find(b, &c, 1);
+        if (b->pieces && b->byte_id[i] < 0)
+            QL_FAIL(QL_ENOSUP, "the BPE model has byte_fallback without the token %s, which is not supported: all 256 bytes "
+                               "must be there", name);
     }
+    if (b->pieces && ql_bpe_find(b, QL_SPACE, 3) < 0)
+        QL_FAIL(QL_ENOSUP, "the BPE model has byte_fallback without the token " QL_SPACE ", which is not supported");
     return QL_OK;
+}
+
+bool ql_bpe_cuts(const ql_bpe *b)
+{
+    return !b->crosses && !b->ignore_merges;
+}
+
+size_t ql_bpe_covers(const ql_bpe *b, int32_t id, const char *p)
+{
+    size_t n;
+    ql_bpe_bytes(b, id, &n);
+    if (!b->pieces || id != b->byte_id[(unsigned char)*p]) return n;
+    return *p == '<' && ql_bpe_find(b, "<", 1) >= 0 ? n : 1; /* merges could make "<0x3C>" of a text that says so */
 }
 
 const char *ql_bpe_bytes(const ql_bpe *b, int32_t id, size_t *n)
@@ -243,9 +265,9 @@ ql_status ql_bpe_add_merge(ql_bpe *b, const char *left, size_t nl, const char *r
     ql_str s = {0};
     ql_status st = QL_OK;
     bool in1, in2;
-    QL_GO(key_bytes(left, nl, &s, &in1));
+    QL_GO(key_bytes(b, left, nl, &s, &in1));
     size_t cut = s.len;
-    QL_GO(key_bytes(right, nr, &s, &in2));
+    QL_GO(key_bytes(b, right, nr, &s, &in2));
     int32_t l = in1 ? ql_bpe_find(b, s.data, cut) : -1;
     int32_t r = in2 ? ql_bpe_find(b, s.data + cut, s.len - cut) : -1;
     int32_t both = in1 && in2 ? ql_bpe_find(b, s.data, s.len) : -1;
@@ -262,6 +284,7 @@ ql_status ql_bpe_add_merge(ql_bpe *b, const char *left, size_t nl, const char *r
     }
     if (m->id < 0) b->merge_room--;
     *m = (merge){(uint32_t)l, (uint32_t)r, b->n_merges++, both};
+    if (nr >= 3 && memcmp(right, QL_SPACE, 3) == 0 && (nl < 3 || memcmp(left + nl - 3, QL_SPACE, 3) != 0)) b->crosses = true;
 out:
     ql_str_free(&s);
     return st;
@@ -345,25 +368,19 @@ static ql_status push_pair(ql_bpe *b, int32_t at)
 }
 
 /* Many symbols: a linked list and a heap of pairs; an entry whose pair is gone is passed over. */
-static ql_status merge_heap(ql_bpe *b, const char *p, size_t n, ql_ids *out)
+static ql_status merge_heap(ql_bpe *b, int32_t *id, size_t *len)
 {
+    size_t n = *len, count = 0;
     if (n > INT32_MAX / 2) QL_FAIL(QL_EINVAL, "a word of %zu bytes is too long to tokenise", n);
     if (n > b->sym_cap) {
         symbol *s = realloc(b->sym, n * sizeof *s);
         if (!s) QL_FAIL(QL_ENOMEM, "no memory to tokenise a word of %zu bytes", n);
         b->sym = s, b->sym_cap = n;
     }
-    int32_t count = 0;
-    for (size_t i = 0; i < n; i++) {
-        int32_t id = b->byte_id[(unsigned char)p[i]];
-        if (id < 0) continue;
-        b->sym[count] = (symbol){id, count - 1, count + 1};
-        count++;
-    }
-    if (!count) return QL_OK;
-    b->sym[count - 1].next = -1;
+    for (size_t i = 0; i < n; i++) b->sym[i] = (symbol){id[i], (int32_t)i - 1, (int32_t)i + 1};
+    b->sym[n - 1].next = -1;
     b->heap_len = 0;
-    for (int32_t i = 0; i < count; i++) QL_TRY(push_pair(b, i));
+    for (size_t i = 0; i < n; i++) QL_TRY(push_pair(b, (int32_t)i));
     while (b->heap_len) {
         candidate c = heap_pop(b);
         symbol *s = b->sym + c.at;
@@ -378,8 +395,29 @@ static ql_status merge_heap(ql_bpe *b, const char *p, size_t n, ql_ids *out)
         if (s->prev >= 0) QL_TRY(push_pair(b, s->prev));
         QL_TRY(push_pair(b, (int32_t)c.at));
     }
-    for (int32_t i = 0; i >= 0; i = b->sym[i].next) QL_TRY(ql_ids_push(out, b->sym[i].id));
+    for (int32_t i = 0; i >= 0; i = b->sym[i].next) id[count++] = b->sym[i].id;
+    *len = count;
     return QL_OK;
+}
+
+/* What the merges begin with: at most n ids. */
+static size_t first_ids(const ql_bpe *b, const char *p, size_t n, int32_t *id)
+{
+    size_t k = 0;
+    int len = 1;
+    for (const char *end = p + n; p < end; p += len) {
+        if (b->pieces) {
+            ql_utf8_get((const unsigned char *)p, &len);
+            int32_t whole = ql_bpe_find(b, p, (size_t)len);
+            if (whole >= 0) {
+                id[k++] = whole;
+                continue;
+            }
+        }
+        for (int i = 0; i < len; i++)
+            if (b->byte_id[(unsigned char)p[i]] >= 0) id[k++] = b->byte_id[(unsigned char)p[i]];
+    }
+    return k;
 }
 
 ql_status ql_bpe_encode(ql_bpe *b, const char *p, size_t n, ql_ids *out)
@@ -402,15 +440,13 @@ ql_status ql_bpe_encode(ql_bpe *b, const char *p, size_t n, ql_ids *out)
     int32_t whole = b->ignore_merges ? ql_bpe_find(b, p, n) : -1;
     if (whole >= 0) {
         QL_TRY(ql_ids_push(out, whole));
-    } else if (n <= SCAN_MAX) {
-        int32_t id[SCAN_MAX];
-        size_t k = 0;
-        for (size_t i = 0; i < n; i++)
-            if (b->byte_id[(unsigned char)p[i]] >= 0) id[k++] = b->byte_id[(unsigned char)p[i]];
-        k = merge_scan(b, id, k);
-        for (size_t i = 0; i < k; i++) QL_TRY(ql_ids_push(out, id[i]));
     } else {
-        QL_TRY(merge_heap(b, p, n, out));
+        QL_TRY(ql_ids_reserve(out, n));
+        int32_t *id = out->data + start;
+        size_t k = first_ids(b, p, n, id);
+        if (k <= SCAN_MAX) k = merge_scan(b, id, k);
+        else QL_TRY(merge_heap(b, id, &k));
+        out->len += k;
     }
     if (slot && out->len - start <= CACHED_IDS) {
         slot->len = (uint8_t)n, slot->n = (uint8_t)(out->len - start), slot->hash = hash;

@@ -1,5 +1,5 @@
-/* Byte-level BPE below the tokenizer: vocabulary, merges, the pre-token matcher. core/tokenizer.h is
- * the interface that others use. */
+/* BPE below the tokenizer: vocabulary, merges, the pre-token matcher. Over bytes (Llama 3, Qwen), or over pieces (Llama 2,
+ * Mistral): characters, and bytes of those that the vocabulary lacks. core/tokenizer.h is the interface that others use. */
 #ifndef QL_BPE_H
 #define QL_BPE_H
 
@@ -20,10 +20,12 @@ uint64_t ql_hash(uint64_t seed, const void *data, size_t n);
 
 typedef struct ql_bpe ql_bpe;
 
-ql_status ql_bpe_new(int32_t n_ids, size_t n_tokens, size_t n_merges, ql_bpe **out);
+#define QL_SPACE "\xe2\x96\x81" /* ▁, which stands for " " in pieces */
+
+ql_status ql_bpe_new(bool pieces, int32_t n_ids, size_t n_tokens, size_t n_merges, ql_bpe **out);
 void ql_bpe_free(ql_bpe *b);
 
-/* A token as the file spells it (byte-level alphabet). Tokens with characters outside that alphabet
+/* A token as the file spells it (byte-level alphabet, or pieces). Tokens with characters outside that alphabet
  * are kept for decoding and never come out of the merges. */
 ql_status ql_bpe_add_token(ql_bpe *b, const char *key, size_t n, int32_t id);
 /* Ends the vocabulary; call before the first merge. Tokens added later are for decoding only. */
@@ -31,13 +33,18 @@ ql_status ql_bpe_seal(ql_bpe *b, bool ignore_merges);
 /* The next merge in rank order. */
 ql_status ql_bpe_add_merge(ql_bpe *b, const char *left, size_t nl, const char *right, size_t nr);
 
-/* The text a token stands for (any id below n_ids; *n = 0 for unknown ones), -1: no such token. */
+/* The text a token stands for, a piece's spelling (any id below n_ids; *n = 0 for unknown ones), -1: no such token. */
 const char *ql_bpe_bytes(const ql_bpe *b, int32_t id, size_t *n);
 int32_t ql_bpe_find(const ql_bpe *b, const char *bytes, size_t n);
 int32_t ql_bpe_find_key(const ql_bpe *b, const char *key, size_t n); /* by the file's spelling */
 
 /* Appends the ids of one pre-token. Not for two threads at once (it has a cache). */
 ql_status ql_bpe_encode(ql_bpe *b, const char *p, size_t n, ql_ids *out);
+
+/* Whether no merge crosses the border before a ▁ behind another character: there a text may be cut without any difference. */
+bool ql_bpe_cuts(const ql_bpe *b);
+/* How many bytes at p the token has that encode made of them. */
+size_t ql_bpe_covers(const ql_bpe *b, int32_t id, const char *p);
 
 /* Length of the pre-token at p: the Llama-3 and Qwen expression, which differ in how many digits stay
  * together (3 and 1). */

@@ -203,6 +203,10 @@ static ql_status encode_spans(const ql_formatter *f, const char *text, size_t n,
         e->trained[i] = k < n_own && end > own[k].start && end > from;
         from = end;
     }
+    /* A space that the tokenizer puts in front of an answer as a token of its own has no text; it is said with what follows. */
+    size_t first = flags & QL_TOK_SPECIALS ? ql_tok_prefix(f->tok)->len : 0;
+    for (size_t i = e->ids.len; i-- > first;)
+        if (i + 1 < e->ids.len && ends.data[i] == (i ? ends.data[i - 1] : 0)) e->trained[i] = e->trained[i + 1];
 out:
     ql_str_free(&s), ql_ids_free(&ends), free(own);
     return st;

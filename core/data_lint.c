@@ -30,7 +30,7 @@ static ql_status sample(const ql_dataset *d, const ql_tok *tok, int64_t i, json_
     size_t from = 0;
     for (int64_t a = 0, b; a < n && st == QL_OK && !bad; a = b) {
         for (b = a; b < n && trained(t, b) == trained(t, a); b++) ids[b] = (int32_t)(t[b] & ~QL_MASKED);
-        if (tok) st = ql_tok_decode(tok, ids + a, (size_t)(b - a), QL_TOK_SPECIALS, &s);
+        if (tok) st = ql_tok_decode(tok, ids + a, (size_t)(b - a), QL_TOK_SPECIALS | (a ? QL_TOK_INSIDE : 0), &s);
         for (int64_t k = a; !tok && k < b && st == QL_OK; k++) st = ql_str_printf(&s, k ? " %d" : "%d", (int)ids[k]);
         size_t to = characters(&s);
         bad = json_array_append_new(spans, json_pack("[I,I,b]", (json_int_t)from, (json_int_t)to,

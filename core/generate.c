@@ -179,7 +179,7 @@ static ql_status on_token(void *user, int i)
     const ql_ids *out = &g->seq[i].out;
     if (!g->tok) return QL_OK;
     g->text.len = 0;
-    QL_TRY(ql_tok_decode(g->tok, out->data, out->len, 0, &g->text));
+    QL_TRY(ql_tok_decode(g->tok, out->data, out->len, QL_TOK_STREAM, &g->text));
     size_t n = ql_tok_steady(g->text.data, g->text.len), from = g->said[i];
     if (n <= from) return QL_OK;
     g->said[i] = n;

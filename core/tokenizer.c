@@ -7,15 +7,12 @@ static ql_status encode_plain(ql_tok *t, const char *text, size_t n, ql_ids *out
 {
     const unsigned char *p = (const unsigned char *)text, *end = p + n;
     while (p < end) {
-        size_t len = ql_bpe_pretoken(p, end, t->digits), first = out->len;
+        size_t len = t->pieces ? ql_pieces_word(t, (const char *)p, (const char *)end) : ql_bpe_pretoken(p, end, t->digits);
+        size_t first = out->len, at = (size_t)(p - (const unsigned char *)text);
         QL_TRY(ql_bpe_encode(t->bpe, (const char *)p, len, out));
-        if (t->ends) {
-            size_t at = t->at + (size_t)(p - (const unsigned char *)text), bytes;
-            for (size_t i = first; i < out->len; i++) {
-                ql_bpe_bytes(t->bpe, out->data[i], &bytes);
-                at += bytes;
-                QL_TRY(ql_ids_push(t->ends, (int32_t)at));
-            }
+        for (size_t i = first; t->ends && i < out->len; i++) {
+            at += ql_bpe_covers(t->bpe, out->data[i], text + at);
+            QL_TRY(ql_ids_push(t->ends, (int32_t)(t->at + at)));
         }
         p += len;
     }
@@ -92,12 +89,41 @@ static ql_status split_added(ql_tok *t, const matcher *m, encoder *rest, const c
     return QL_OK;
 }
 
+static ql_status split_normal(ql_tok *t, const char *text, size_t n, ql_ids *out)
+{
+    return split_added(t, &t->normal, encode_plain, text, n, out);
+}
+
+/* Passes the text on with ▁ for spaces. */
+static ql_status encode_spelled(ql_tok *t, encoder *next, const char *text, size_t n, ql_ids *out)
+{
+    ql_str s = {0};
+    size_t base = t->at, first = t->ends ? t->ends->len : 0;
+    bool prepended;
+    ql_status st = ql_pieces_spell(t, text, n, base == 0, &s, &prepended);
+    t->at = 0;
+    if (st == QL_OK) st = next(t, s.data, s.len, out);
+    if (st == QL_OK && t->ends) {
+        ql_pieces_ends(text, n, prepended, t->ends->data + first, t->ends->len - first);
+        for (size_t i = first; i < t->ends->len; i++) t->ends->data[i] += (int32_t)base;
+    }
+    ql_str_free(&s);
+    return st;
+}
+
+static ql_status spell_plain(ql_tok *t, const char *text, size_t n, ql_ids *out)
+{
+    return encode_spelled(t, encode_plain, text, n, out);
+}
+
 static ql_status encode_normal(ql_tok *t, const char *text, size_t n, ql_ids *out)
 {
-    if (!t->nfc || !ql_nfc_maybe(text, n)) return split_added(t, &t->normal, encode_plain, text, n, out);
+    if (t->pieces && t->normalizes) return encode_spelled(t, split_normal, text, n, out);
+    if (t->pieces) return split_added(t, &t->normal, spell_plain, text, n, out);
+    if (!t->nfc || !ql_nfc_maybe(text, n)) return split_normal(t, text, n, out);
     ql_str nfc = {0};
     ql_status st = ql_nfc(text, n, &nfc);
-    if (st == QL_OK) st = split_added(t, &t->normal, encode_plain, nfc.data, nfc.len, out);
+    if (st == QL_OK) st = split_normal(t, nfc.data, nfc.len, out);
     ql_str_free(&nfc);
     return st;
 }
@@ -159,6 +185,7 @@ ql_status ql_tok_decode(const ql_tok *t, const int32_t *ids, size_t n, unsigned 
 {
     ql_str raw = {0};
     ql_status st = QL_OK;
+    if (t->pieces) return ql_pieces_decode(t, ids, n, flags, out);
     for (size_t i = 0; i < n; i++) {
         size_t len;
         const char *p = ql_bpe_bytes(t->bpe, ids[i], &len);
@@ -191,14 +218,14 @@ int32_t ql_tok_size(const ql_tok *t)
 int32_t ql_tok_find(const ql_tok *t, const char *name)
 {
     for (size_t i = 0; i < t->n_added; i++)
-        if (strcmp(t->added[i].text.data, name) == 0)
+        if (strcmp(t->added[i].name.data, name) == 0)
             return t->added[i].id;
     return ql_bpe_find_key(t->bpe, name, strlen(name));
 }
 
 bool ql_tok_is_special(const ql_tok *t, int32_t id)
 {
-    return id >= 0 && id < t->size && t->special[id];
+    return id >= 0 && id < t->size && t->special[id] & 1;
 }
 
 const ql_ids *ql_tok_prefix(const ql_tok *t)

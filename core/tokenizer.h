@@ -1,5 +1,6 @@
-/* Text ↔ token ids from a model folder's tokenizer.json: byte-level BPE with the Llama-3 or Qwen
- * pre-tokenizer. Everything else is refused by name. Safe to use from several threads. */
+/* Text ↔ token ids from a model folder's tokenizer.json: byte-level BPE with the Llama-3 or Qwen pre-tokenizer, and BPE
+ * over pieces with bytes to fall back on (Llama 2, Mistral 7B, TinyLlama, Zephyr). Everything else is refused by name.
+ * Safe to use from several threads. */
 #ifndef QL_TOKENIZER_H
 #define QL_TOKENIZER_H
 
@@ -9,6 +10,9 @@ typedef struct ql_tok ql_tok;
 
 enum {
     QL_TOK_SPECIALS = 1, /* encode: what the post-processor adds (BOS); decode: keep special tokens */
+    QL_TOK_INSIDE = 2,   /* decode: text comes before, so a space at the beginning stays */
+    QL_TOK_STREAM = 4,   /* decode: more ids may come, and must not change the characters that are whole (Mistral's decoder
+                          * makes U+FFFD of all bytes in a row that has a bad one) */
 };
 
 /* Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja; only
@@ -30,7 +34,7 @@ uint64_t ql_tok_hash(const ql_tok *t); /* of what tokenizer.json says; 0 for NUL
 ql_status ql_tok_decode(const ql_tok *t, const int32_t *ids, size_t n, unsigned flags, ql_str *out);
 /* How much of a decoded text tokens to come leave as it is: a character may span tokens, and is U+FFFD until it is whole. */
 size_t ql_tok_steady(const char *text, size_t n);
-/* The bytes of one token. NULL: no such id. */
+/* The bytes of one token; ▁ is not yet a space in them. NULL: no such id. */
 const char *ql_tok_bytes(const ql_tok *t, int32_t id, size_t *n);
 
 int32_t ql_tok_size(const ql_tok *t); /* highest id + 1 */

@@ -78,12 +78,11 @@ static ql_status read_pre_tokenizer(ql_tok *t, const json_t *j)
 
 static ql_status check_model(const json_t *m)
 {
-    static const char *const off[] = {"dropout", "continuing_subword_prefix", "end_of_word_suffix",
-                                      "byte_fallback"};
+    static const char *const off[] = {"dropout", "continuing_subword_prefix", "end_of_word_suffix"};
     const char *type = json_string_value(json_object_get(m, "type"));
     /* Old files leave the type out. */
     if (type ? strcmp(type, "BPE") != 0 : !json_object_get(m, "merges"))
-        QL_FAIL(QL_ENOSUP, "a %s tokenizer is not supported: only byte-level BPE is",
+        QL_FAIL(QL_ENOSUP, "a %s tokenizer is not supported: only BPE is",
                 type ? type : "nameless");
     for (size_t i = 0; i < sizeof off / sizeof *off; i++)
         if (!is_blank(json_object_get(m, off[i])))
@@ -144,7 +143,7 @@ static ql_status read_model(ql_tok *t, const json_t *m, const json_t *extra)
         QL_TRY(check_id(id, content));
         if (json_integer_value(id) >= t->size) t->size = (int32_t)json_integer_value(id) + 1;
     }
-    QL_TRY(ql_bpe_new(t->size, n_tokens, json_array_size(merges), &t->bpe));
+    QL_TRY(ql_bpe_new(t->pieces, t->size, n_tokens, json_array_size(merges), &t->bpe));
     void *it = json_object_iter((json_t *)(uintptr_t)vocab);
     for (; it; it = json_object_iter_next((json_t *)(uintptr_t)vocab, it)) {
         key = json_object_iter_key(it);
@@ -200,14 +199,16 @@ static ql_status read_added(ql_tok *t, const json_t *list)
         a->lstrip = json_is_true(json_object_get(j, "lstrip"));
         a->rstrip = json_is_true(json_object_get(j, "rstrip"));
         a->single_word = json_is_true(json_object_get(j, "single_word"));
-        if (a->special) t->special[a->id] = 1;
-        if (a->normalized && t->nfc)
-            QL_TRY(ql_nfc(json_string_value(content), json_string_length(content), &a->text));
-        else
-            QL_TRY(ql_str_add(&a->text, json_string_value(content), json_string_length(content)));
+        bool prepended;
+        QL_TRY(ql_str_add(&a->name, json_string_value(content), json_string_length(content)));
+        if (a->normalized && t->nfc) QL_TRY(ql_nfc(a->name.data, a->name.len, &a->text));
+        else if (a->normalized && t->normalizes) QL_TRY(ql_pieces_spell(t, a->name.data, a->name.len, true, &a->text, &prepended));
+        else QL_TRY(ql_str_add(&a->text, a->name.data, a->name.len));
         /* Decoded by the same inverse alphabet as the rest, which garbles added tokens with letters
          * beyond ASCII; the library does so too. */
-        QL_TRY(ql_bpe_add_token(t->bpe, a->text.data, a->text.len, a->id));
+        const ql_str *spelled = t->pieces ? &a->name : &a->text;
+        t->special[a->id] |= (uint8_t)(a->special | (a->text.len != a->name.len) << 1);
+        QL_TRY(ql_bpe_add_token(t->bpe, spelled->data, spelled->len, a->id));
     }
     QL_TRY(build_matcher(t, false, &t->raw));
     return build_matcher(t, true, &t->normal);
@@ -289,9 +290,13 @@ static ql_status parse_root(const json_t *root, ql_tok *t)
     const json_t *model = json_object_get(root, "model"), *list = json_object_get(root, "added_tokens");
     if (!json_is_object(model)) QL_FAIL(QL_EINVAL, "there is no \"model\" in it");
     QL_TRY(check_model(model));
-    QL_TRY(read_normalizer(t, json_object_get(root, "normalizer")));
-    QL_TRY(read_pre_tokenizer(t, json_object_get(root, "pre_tokenizer")));
-    QL_TRY(read_decoder(json_object_get(root, "decoder")));
+    if (is_blank(json_object_get(model, "byte_fallback"))) {
+        QL_TRY(read_normalizer(t, json_object_get(root, "normalizer")));
+        QL_TRY(read_pre_tokenizer(t, json_object_get(root, "pre_tokenizer")));
+        QL_TRY(read_decoder(json_object_get(root, "decoder")));
+    } else {
+        QL_TRY(ql_pieces_read(t, root));
+    }
     QL_TRY(read_model(t, model, list));
     QL_TRY(read_added(t, list));
     return read_post_processor(t, json_object_get(root, "post_processor"));
@@ -322,7 +327,7 @@ void ql_tok_close(ql_tok *t)
 {
     if (!t) return;
     ql_bpe_free(t->bpe);
-    for (size_t i = 0; t->added && i < t->n_added; i++) ql_str_free(&t->added[i].text);
+    for (size_t i = 0; t->added && i < t->n_added; i++) ql_str_free(&t->added[i].name), ql_str_free(&t->added[i].text);
     free(t->added), free(t->raw.list), free(t->normal.list), free(t->special), free(t->jinja);
     ql_ids_free(&t->prefix), ql_ids_free(&t->suffix), ql_ids_free(&t->stops);
     json_decref(t->config);

@@ -1,5 +1,6 @@
 """Rows of ids on a model without a tokenizer; what is counted of them; a model whose embedding is wider than its layers' buffers."""
 import json
+import shutil
 import struct
 
 import pytest
@@ -54,10 +55,25 @@ def test_no_tokenizer(engine, tmp_path, model):
     events, end = engine.run("train", job=job(tmp_path, data=str(tmp_path / "text.jsonl")), run=str(tmp_path / "no"))
     assert end["ev"] == "error" and "no tokenizer.json" in end["text"] and "rows of input_ids" in end["text"], end
     # Nor does one of a kind that is not read here stand in the way.
-    (tmp_path / "model" / "tokenizer.json").write_text('{"model": {"type": "BPE", "byte_fallback": true, "vocab": {}, "merges": []}}')
+    (tmp_path / "model" / "tokenizer.json").write_text('{"model": {"type": "Unigram", "vocab": []}}')
     assert bits(train(engine, tmp_path, "other")) == bits(one)
     events, end = engine.run("train", job=job(tmp_path, data=str(tmp_path / "text.jsonl")), run=str(tmp_path / "neither"))
-    assert end["ev"] == "error" and "byte_fallback, which is not supported. So the data must be rows of input_ids" in end["text"], end
+    assert end["ev"] == "error" and "a Unigram tokenizer is not supported: only BPE is. So the data must be rows of input_ids" in end["text"], end
+
+
+def test_pieces(engine, tmp_path):
+    """A tokenizer of Mistral's kind: trained from chats, prompted with text."""
+    small_model.write(tmp_path / "model", vocab=2006)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"tests/text/data/mistral/{name}", tmp_path / "model")
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Hi  wörld"}, {"role": "assistant", "content": "日本 a"}]}) + "\n")
+    steps = train(engine, tmp_path, "pieces", data=str(tmp_path / "chats.jsonl"), chat_template="mistral", per_device_train_batch_size=1,
+                  gradient_accumulation_steps=1, max_steps=60)
+    assert loss(steps[-1]) < loss(steps[0]) / 4
+    events, end = engine.run("generate", job=job(tmp_path, data=None, chat_template="mistral"), adapter=str(tmp_path / "pieces"),
+                             prompts=["[INST] Hi  wörld [/INST]"], messages=[[{"role": "user", "content": "Hi  wörld"}]], max_new_tokens=40)
+    assert end["result"]["texts"] == ["日本 a"] * 2, end
+    assert ["".join(e["text"] for e in events if e["ev"] == "token" and e["prompt"] == i) for i in (0, 1)] == ["日本 a"] * 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

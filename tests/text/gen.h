@@ -44,6 +44,9 @@ static const char *const gen_specials[] = {
 static const char *const gen_invalid[] = {"\x80", "\xff", "\xc3", "\xe2\x82", "\xf0\x9f\x98",
                                           "\xed\xa0\x80", "\xc0\xaf", "\xf4\x90\x80\x80", "\xe0\x80\x80",
                                           "\xf0\x80\x80\x41", "\xe2\x28\xa1"};
+/* Between two strings, for tokenizers over pieces. */
+static const char *const gen_more[] = {"", "\xe2\x96\x81", " \xe2\x96\x81 ", "<s>", "</s>", "[INST]", "[/INST] ", "<unk>", "<0x41>",
+                                       "<0xC3><0xA9>", "  <s>  ", "<s></s>", "'s a", " caf\xc3\xa9 a", "\n", "\n\n  \n", "</"};
 #define GEN_N(a) ((uint32_t)(sizeof(a) / sizeof *(a)))
 
 static inline void gen_put(ql_str *out, uint32_t c)

@@ -27,6 +27,7 @@ def _strings(name):
 
 SCRIPTS, MARKS, SPACES = _pairs("gen_scripts"), _pairs("gen_marks"), _numbers("gen_spaces")
 SUFFIXES, SPECIALS, INVALID = _strings("gen_suffixes"), _strings("gen_specials"), _strings("gen_invalid")
+MORE = _strings("gen_more")
 PUNCT = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 
 

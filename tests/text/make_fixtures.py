@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Makes tests/text/data/: three tokenizers trained by the `tokenizers` library on generated text, and what
-that library makes of gen.py's strings (a hash for each 1,000).
+"""Makes tests/text/data/: tokenizers trained by the `tokenizers` library on generated text, what that library makes of
+gen.py's strings (a hash for each 1,000), and Mistral's chats as ids.
 
-    python tests/text/make_fixtures.py            # needs tokenizers (0.23)
+    python tests/text/make_fixtures.py [NAME …]   # needs tokenizers (0.23) and transformers (5.23)
 """
 import json
 import os
 import struct
+import sys
 
 from tokenizers import (AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors,
                         trainers)
@@ -77,6 +78,75 @@ def flags():
     return json.loads(tok.to_str())
 
 
+SPACE = "\u2581"
+
+
+def pieces(size, norm, pre, decoder, added=(), first=()):
+    """BPE over characters, with a token for each byte: the form that SentencePiece's models have as a tokenizer.json.
+    The tokens in `first` are merged before all others."""
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = metaspace("always", True)
+    names = ["<unk>", "<s>", "</s>"] + [f"<0x{i:02X}>" for i in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=names, limit_alphabet=400, show_progress=False)
+    tok.train_from_iterator((text(10**6 + i).replace("\0", "") for i in range(20000)), trainer)
+    tok.normalizer, tok.pre_tokenizer, tok.decoder = norm, pre, decoder
+    j = json.loads(tok.to_str())
+    j["added_tokens"] = [dict(a, normalized=False) for a in j["added_tokens"][:3]]
+    vocab = j["model"]["vocab"]
+    vocab.update({t: len(vocab) + i for i, t in enumerate(first)})
+    # All ways to cut a token, as transformers writes down SentencePiece's.
+    cuts = [(t[:i], t[i:]) for t in vocab for i in range(1, len(t)) if t[:i] in vocab and t[i:] in vocab]
+    j["model"]["merges"] = [list(c) for c in sorted(cuts, key=lambda c: (c[0] + c[1] not in first, vocab[c[0] + c[1]], len(c[0])))]
+    j["model"].update(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tok = Tokenizer.from_str(json.dumps(j))
+    tok.add_special_tokens(special(["[INST]", "[/INST]", "<|im_end|>"]))
+    tok.add_tokens(list(added))
+    return tok
+
+
+def template(tok, single, name):
+    tok.post_processor = processors.TemplateProcessing(single=single, special_tokens=[(name, tok.token_to_id(name))])
+    return json.loads(tok.to_str())
+
+
+def metaspace(scheme, split):
+    return pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=split)
+
+
+def spaces(strip):
+    parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence(parts + ([decoders.Strip(" ", 1, 0)] if strip else []))
+
+
+NORMALIZER = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+FLAGS = [AddedToken("word", single_word=True, normalized=False), AddedToken("<tool>", lstrip=True, rstrip=True, normalized=False),
+         AddedToken("<tool>x", normalized=False), AddedToken("[LEFT]", lstrip=True, normalized=True),
+         AddedToken("[RIGHT]", rstrip=True, single_word=True, normalized=True), AddedToken("caf\u00e9", normalized=True),
+         AddedToken("'s a", normalized=True)]
+
+
+def mistral():
+    """Mistral 7B v0.3: no normalizer."""
+    return template(pieces(2000, None, metaspace("first", False), spaces(True)), "<s> $A", "<s>")
+
+
+def llama2():
+    """Llama 2, Mistral 7B v0.1 and v0.2, TinyLlama, Zephyr: the normalizer makes the ▁. Some merges reach over words, so that
+    no part of a text can be taken alone."""
+    over = [a + SPACE for a in "aeiou.=n"] + [SPACE * 2] + [a + SPACE + b for a in "aeioun" for b in "abcdefgh"]
+    j = template(pieces(1500, NORMALIZER, None, spaces(True), FLAGS, over), "<s> $A", "<s>")
+    j["model"]["merges"] = [" ".join(m) for m in j["model"]["merges"]]
+    return j
+
+
+def always():
+    return template(pieces(1200, None, metaspace("always", True), decoders.Metaspace(SPACE, "always", True), FLAGS), "$A </s>", "</s>")
+
+
+def never():
+    return json.loads(pieces(1200, None, metaspace("never", False), spaces(False), FLAGS).to_str())
+
+
 CHATML = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' "
           "+ '\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
 HEADERS = ("{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + "
@@ -85,11 +155,35 @@ HEADERS = ("{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>'
 CONFIG = {"llama": {"bos_token": "<|begin_of_text|>", "eos_token": {"content": "<|eot_id|>", "special": True},
                     "chat_template": HEADERS},
           "qwen": {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-                   "chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]}}
+                   "chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]},
+          **dict.fromkeys(("mistral", "llama2"), {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})}
+CHATS = [[{"role": "user", "content": "  Hello w\u00f6rld "}, {"role": "assistant", "content": "\u65e5\u672c\u8a9e it's <s> 42."},
+          {"role": "user", "content": "and\nthen\t?"}],
+         [{"role": "system", "content": "short"}, {"role": "user", "content": "a [INST] b"}]]
+
+
+def more(i):
+    """String i for tokenizers over pieces."""
+    return (gen.string(i) + gen.MORE[i % len(gen.MORE)] + gen.string(i + 7)).decode("utf-8", "replace")
+
+
+def chats(tok, folder):
+    """Mistral 7B v0.3's template on CHATS, and the ids."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+    jinja = open(os.path.join(HERE, "templates", "mistral_v2v3.jinja"), encoding="utf-8", newline="").read()
+    with open(os.path.join(folder, "chats.json"), "w", encoding="utf-8") as f:
+        out = []
+        for c in CHATS:
+            s = _compile_jinja_template(jinja).render(messages=c, bos_token="<s>", eos_token="</s>", add_generation_prompt=True)
+            out.append({"messages": c, "ids": tok.encode(s, add_special_tokens=False).ids})
+        json.dump(out, f)
 
 
 def main():
-    for name, make in (("llama", llama), ("qwen", qwen), ("flags", flags)):
+    for make in (llama, qwen, flags, mistral, llama2, always, never):
+        name, over_pieces = make.__name__, make in (mistral, llama2, always, never)
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         folder = os.path.join(HERE, "data", name)
         os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, "tokenizer.json")
@@ -99,10 +193,14 @@ def main():
             with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
                 json.dump(CONFIG[name], f, indent=1)
         tok = Tokenizer.from_file(path)
+        if name == "mistral":
+            chats(tok, folder)
         lines, h = [], gen.FNV
         for i in range(STRINGS):
-            ids = tok.encode(text(i), add_special_tokens=i % 2 == 1).ids
+            ids = tok.encode(more(i) if over_pieces else text(i), add_special_tokens=i % 2 == 1).ids
             back = tok.decode(ids, skip_special_tokens=i % 3 == 0).encode()
+            if over_pieces:   # bytes that are no text
+                back += tok.decode(ids[::-1], skip_special_tokens=i % 3 == 0).encode()
             h = gen.fnv(h, struct.pack(f"<{len(ids)}i", *ids) + back)
             if i % 1000 == 999:
                 lines.append(f"{h:016x}")

@@ -295,6 +295,24 @@ TEST(rows_become_masked_ids)
     ql_str_free(&s), ql_example_free(&e);
 }
 
+/* Over pieces: the mask follows the text, whose spaces are longer in tokens, and a ▁ put in front of an answer is said with it. */
+TEST(rows_become_masked_pieces)
+{
+    ql_data_options o = {.chat_template = "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + '[/INST]' }}"
+                                          "{% else %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"};
+    ql_str s = {0};
+    ql_example e = {0};
+    static const char chat[] = "{\"messages\":[{\"role\":\"user\",\"content\":\"a  b\"},{\"role\":\"assistant\",\"content\":\"\\ue001 yo\"},"
+                               "{\"role\":\"user\",\"content\":\"c\"},{\"role\":\"assistant\",\"content\":\" so \\ue000\"}]}";
+    o.loss_on = QL_LOSS_RESPONSES, o.eos_token = "</s>";
+    SHOWS("mistral", chat, "<s>[INST]▁a▁▁b[/INST][<0xEE><0x80><0x81>▁yo</s>][INST]▁c[/INST][▁so▁<0xEE><0x80><0x80></s>]");
+    SHOWS("llama2", chat, "<s>[INST]▁▁a▁▁b[/INST][▁<0xEE><0x80><0x81>▁yo</s>][INST]▁▁c[/INST][▁▁so▁<0xEE><0x80><0x80></s>]");
+    o.loss_on = QL_LOSS_AUTO, o.chat_template = NULL;
+    SHOWS("mistral", "{\"text\":\"plain text\"}", "[<s>▁plain▁text</s>]");
+    SHOWS("mistral", "{\"prompt\":\"2+2=\",\"completion\":\" 4\"}", "<s>▁2+2=[▁4</s>]");
+    ql_str_free(&s), ql_example_free(&e);
+}
+
 /* As many turns as a text has. */
 TEST(many_turns_of_plain_text)
 {
@@ -511,5 +529,5 @@ TEST(clean_up)
 }
 
 TEST_MAIN(T(formats_are_read), T(splits_globs_and_folders), T(rows_are_pushed_by_a_front_end),
-          T(rows_become_masked_ids), T(many_turns_of_plain_text), T(causes_are_named), T(tokenised_in_a_thread_and_cached), T(the_first_row_with_something_in_it_counts), T(the_cache_goes_by_content),
+          T(rows_become_masked_ids), T(rows_become_masked_pieces), T(many_turns_of_plain_text), T(causes_are_named), T(tokenised_in_a_thread_and_cached), T(the_first_row_with_something_in_it_counts), T(the_cache_goes_by_content),
           T(pad_may_be_eos), T(long_samples_are_split_when_asked), T(clean_up))
