@@ -8,8 +8,8 @@ $(BUILD)/tests/%: $(BUILD)/tests/unit/%.o $(MAGICS_LIB) $(LIB)
 	@mkdir -p $(@D)
 	$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
 
-# What needs forked ranks and takes longer: part of `make test`. `make exact` runs every way to run a job, two hours of
-# processor time shared by all cores; `make exact EVERY=37` each 37th of them.
+# What needs forked ranks and takes longer: part of `make test`. `make exact` runs every way to run a job, an hour and more of
+# processor time, shared by all cores; `make exact EVERY=37` each 37th of them.
 EVERY ?= 1
 RANKS_TESTS := $(patsubst tests/exact/%.c,$(BUILD)/tests/%,$(wildcard tests/exact/test_*.c))
 
