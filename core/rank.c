@@ -107,7 +107,10 @@ static ql_status take_host(ql_rank *r)
         r->host_state = p;
     }
     /* One copy of host-resident layers for all ranks, pinned by each. Where the system refuses to pin, copies are slower, that is all. */
-    if (r->set.host_base && dev->pin(r->dev, r->set.host_base, r->set.host_bytes) != QL_OK) ql_error_clear();
+    if (r->set.host_base && dev->pin(r->dev, r->set.host_base, r->set.host_bytes) != QL_OK) {
+        snprintf(r->unpinned, sizeof r->unpinned, "%s", ql_error());
+        ql_error_clear();
+    }
     return QL_OK;
 }
 

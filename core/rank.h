@@ -72,6 +72,7 @@ typedef struct ql_rank {
     ql_batch batch;
     ql_optim optim;
     ql_micro *micro;                           /* (flights) */
+    char unpinned[512];                        /* why host-resident layers are not pinned; "" where they are */
     ql_nf4 packed[QL_LINEARS];                 /* of the layer at work, where a few rows read it as it rests */
 } ql_rank;
 

@@ -120,6 +120,9 @@ static ql_status take_task(ql_worker *w, const json_t *c)
     w->p->setup.ctx = w;
     QL_TRY(ql_rank_open(&w->p->setup, &t->spec, &w->rank));
     w->placed = t;
+    if (w->rank->unpinned[0])
+        QL_TRY(ql_worker_emit(w, "log", json_pack("{s:s,s:o}", "level", "warning", "text", json_sprintf(
+                                  "layers that rest in host memory arrive more slowly: %s", w->rank->unpinned))));
     return ql_rank_load(w->rank);
 }
 

@@ -3,6 +3,7 @@
  *   faulty_engine kill|stall RANK saving N                at the Nth file that a checkpoint gives its name, or brings to the disk
  *   faulty_engine stop RANK evaluation N                  in the middle of the Nth evaluation, as if a person had asked for it
  *   faulty_engine kill|stall RANK collective N            at the Nth collective, of whatever kind
+ *   faulty_engine unpinned 0 pin 0                        host memory cannot be pinned
  *   faulty_engine delay RANK … N MS                       there, too: MS later it goes on, or when the others are told to end; where it
  *                                                         was, "STEP ACTION", is in the file `delayed`
  * The engine is the real one; its CPU backend passes through here, and so do the calls that put files in their places (linked with --wrap). */
@@ -91,6 +92,12 @@ static ql_status on_land(ql_comm *c, int *over)
     return real->comm->land(c, over);
 }
 
+static ql_status on_pin(ql_dev *d, void *p, int64_t bytes)
+{
+    if (strcmp(fault.how, "unpinned") == 0) return ql_fail(QL_ENOSUP, "made to fail: %lld bytes cannot be pinned", (long long)bytes);
+    return real->dev->pin(d, p, bytes);
+}
+
 static ql_status on_open(ql_dev *d, const ql_comm_setup *s, ql_comm **out)
 {
     fault.shared = (ql_shared *)((char *)(uintptr_t)s->abort - offsetof(ql_shared, abort));
@@ -104,7 +111,7 @@ const ql_backend *__wrap_ql_backend_cpu(void)
 {
     real = __real_ql_backend_cpu();
     dev = *real->dev, ops = *real->ops, comm = *real->comm;
-    dev.record = on_record, dev.wait = on_wait, dev.copy = on_copy, dev.set = on_set;
+    dev.record = on_record, dev.wait = on_wait, dev.copy = on_copy, dev.set = on_set, dev.pin = on_pin;
     ops.add = on_add, ops.rmsnorm = on_rmsnorm;
     comm.open = on_open, comm.all_gather = on_all_gather, comm.all_to_all = on_all_to_all, comm.all_sum = on_all_sum;
     comm.send = on_send, comm.recv = on_recv, comm.barrier = on_barrier, comm.land = on_land;

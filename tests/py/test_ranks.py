@@ -125,6 +125,17 @@ def test_a_collective_is_too_late(tmp_path, world, rank, nth, how):
     leaves_nothing(e, before, pids)
 
 
+def test_host_memory_that_cannot_be_pinned_is_said(tmp_path, whole):
+    """Once, by the first rank; the run goes on to the same bits."""
+    e = Engine(tmp_path, PROGRAM, "unpinned", "0", "pin", "0")
+    e.train(max_steps=8, devices="cpu:2", gradient_accumulation_steps=2, fsdp=True, fsdp_config={"cpu_offload": True})
+    assert e.until(*ENDS)["ev"] == "done", e.events[-1]
+    said = [s["text"] for s in e.events if s["ev"] == "log" and s["level"] == "warning"]
+    assert len(said) == 1 and "host memory arrive more slowly: made to fail" in said[0], said
+    assert e.losses() == whole
+    e.close()
+
+
 def test_a_model_file_is_cut_short_in_use(tmp_path):
     """Reading what a mapped file lacks is SIGBUS: the error names the file."""
     model = tmp_path / "tiny"
