@@ -168,7 +168,7 @@ ql_status ql_optim_init(ql_rank *r, const ql_optim *o, const float *lr, float lo
         QL_TRY(dev->set(r->compute, m->m, 0, m->small_n * 4));
         QL_TRY(dev->set(r->compute, m->v, 0, m->small_n * 4));
     }
-    if (r->spec->state_host) memset(r->host_state, 0, (size_t)r->host_state_bytes);
+    if (r->host_state) memset(r->host_state, 0, (size_t)r->host_state_bytes); /* a stage may learn nothing */
     r->version++;
     return dev->sync(r->compute);
 }
