@@ -108,15 +108,11 @@ static const char *eval_split(const char *folder)
 /* Ids may come from elsewhere, or the tokenizer may be another model's. */
 static ql_status within_vocabulary(const char *model, const ql_dataset *d)
 {
-    char path[QL_PATH_MAX];
     ql_config cfg;
-    json_int_t top = json_integer_value(json_object_get(ql_dataset_about(d), "largest_id"));
-    QL_TRY(ql_path_join(path, model, "config.json"));
-    QL_TRY(ql_config_load(path, &cfg));
+    QL_TRY(ql_config_load(model, &cfg));
+    long long top = json_integer_value(json_object_get(ql_dataset_about(d), "largest_id")), last = cfg.vocab - 1;
     ql_config_free(&cfg);
-    if (top >= cfg.vocab)
-        QL_FAIL(QL_EINVAL, "token id %lld in the data; the model's vocabulary ends at %lld: is this its own tokenizer?", (long long)top,
-                (long long)cfg.vocab - 1);
+    if (top > last) QL_FAIL(QL_EINVAL, "token id %lld in the data; the model's vocabulary ends at %lld: is this its own tokenizer?", top, last);
     return QL_OK;
 }
 
