@@ -319,7 +319,7 @@ static ql_status read_ahead(ql_rank *r, ql_ahead **out)
     return st;
 }
 
-/* A word with each neighbour: what a connection takes, it takes now. */
+/* A word with each neighbour. */
 static ql_status warm_links(ql_rank *r)
 {
     const ql_comm_table *comm = r->set.be->comm;
@@ -332,7 +332,31 @@ static ql_status warm_links(ql_rank *r)
     }
     QL_TRY(comm->group_end(r->comm));
     QL_TRY(comm->land(r->comm, NULL));
-    return dev_of(r)->sync(r->link);
+    QL_TRY(dev_of(r)->record(r->link, r->landed));
+    return dev_of(r)->wait(r->compute, r->landed);
+}
+
+/* Each collective that a step of this plan has, once. NCCL makes connections, buffers and code for a call when it first comes, and by its
+ * size not always the same: here, where a lack of room ends the loading, and not in a step. A call of a few bytes, and one of a layer's. */
+static ql_status warm_collectives(ql_rank *r)
+{
+    const ql_comm_table *comm = r->set.be->comm;
+    const ql_mem *m = r->mem;
+    int64_t most = QL_WORK_BYTES / 2 / r->set.world, size[] = {256, ql_min64(m->blob[0].part_bytes, most) / 256 * 256};
+    char *work = m->op_work;
+    if (r->link) QL_TRY(warm_links(r));
+    for (int i = 0; i < 2; i++) {
+        ql_tensor all = ql_vec(work, QL_U8, size[i] * r->set.world), other = ql_vec(work + QL_WORK_BYTES / 2, QL_U8, all.cols);
+        if (r->link) {
+            QL_TRY(comm->all_sum(r->comm, r->compute, ql_vec(work, QL_I32, size[i] / 4)));
+        } else {
+            QL_TRY(comm->all_gather(r->comm, r->compute, all, ql_cols(all, r->set.rank * size[i], size[i])));
+            QL_TRY(comm->all_to_all(r->comm, r->compute, other, all));
+        }
+    }
+    /* The host waits here, and leaves when another rank fails. Ranks fill the shared copy of host layers in turn, too: from here on all
+     * may read it. */
+    return comm->barrier(r->comm, r->compute);
 }
 
 ql_status ql_rank_load(ql_rank *r)
@@ -370,9 +394,7 @@ ql_status ql_rank_load(ql_rank *r)
         QL_GO(dev_of(r)->set(r->compute, w.data, 0, w.rows * w.ld * (int64_t)ql_dtype_size(w.dtype)));
     }
     QL_GO(dev_of(r)->sync(r->compute));
-    if (r->link) QL_GO(warm_links(r));
-    /* Ranks fill the shared copy of host layers in turn: nobody reads it before all are done. */
-    if (r->comm && r->set.host_base) QL_GO(r->set.be->comm->barrier(r->comm, r->compute));
+    if (r->comm) QL_GO(warm_collectives(r));
     if (r->set.progress) r->set.progress(r->set.ctx, "load", n + 1, n + 1);
 out:
     ql_ahead_close(ahead);

@@ -340,6 +340,74 @@ TEST(ranks_send_what_the_design_says)
     ql_dataset_close(d);
 }
 
+/* ---- what a step calls, loading has called ------------------------------------------------------ */
+
+/* Bits of exact_mem->called; sends and receives have one for each peer. */
+enum { CALLED_GATHER, CALLED_EXCHANGE, CALLED_SUM, CALLED_MAX, CALLED_SEND = 8, CALLED_RECV = 16 };
+static struct {
+    const ql_backend *real;
+    const ql_rank_state *me;
+    int rank;
+} watched;
+
+static void called(int what)
+{
+    int phase = watched.me->phase;
+    if (phase == QL_AT_LOADING) exact_mem->called[watched.rank][0] |= 1u << what;
+    if (phase == QL_AT_STEP || phase == QL_AT_EVAL) exact_mem->called[watched.rank][1] |= 1u << what;
+}
+
+static ql_status watch_open(ql_dev *d, const ql_comm_setup *s, ql_comm **out)
+{
+    watched.me = &((ql_shared *)((char *)(uintptr_t)s->abort - offsetof(ql_shared, abort)))->rank[s->rank];
+    watched.rank = s->rank;
+    return watched.real->comm->open(d, s, out);
+}
+
+#define WATCH(name, what, params, args) \
+    static ql_status watch_##name params { called(what); return watched.real->comm->name args; }
+WATCH(all_gather, CALLED_GATHER, (ql_comm *c, ql_stream *s, ql_tensor out, ql_tensor in), (c, s, out, in))
+WATCH(all_to_all, CALLED_EXCHANGE, (ql_comm *c, ql_stream *s, ql_tensor out, ql_tensor in), (c, s, out, in))
+WATCH(all_sum, CALLED_SUM, (ql_comm *c, ql_stream *s, ql_tensor x), (c, s, x))
+WATCH(all_max, CALLED_MAX, (ql_comm *c, ql_stream *s, ql_tensor x), (c, s, x))
+WATCH(send, CALLED_SEND + to, (ql_comm *c, ql_stream *s, ql_tensor x, int to), (c, s, x, to))
+WATCH(recv, CALLED_RECV + from, (ql_comm *c, ql_stream *s, ql_tensor x, int from), (c, s, x, from))
+
+static const ql_backend *watching(int rank, const ql_backend *be)
+{
+    static ql_backend mine;
+    static ql_comm_table table;
+    (void)rank;
+    watched.real = be;
+    table = *be->comm;
+    table.open = watch_open, table.all_gather = watch_all_gather, table.all_to_all = watch_all_to_all, table.all_sum = watch_all_sum;
+    table.all_max = watch_all_max, table.send = watch_send, table.recv = watch_recv;
+    mine = (ql_backend){be->name, be->dev, be->ops, &table};
+    return &mine;
+}
+
+TEST(no_collective_is_new_to_a_step)
+{
+    CHECK_OK(exact_place());
+    if (exact_on.devices == 1) NOT_RUN("one GPU");
+    for (int way = 0; way < 5; way++) {
+        int world = exact_world(way & 1 ? 2 : 4);
+        exact_setting s = {.world = world, .store = way, .schedule = way == 3 ? QL_PIPE : way == 4 ? QL_PIPE_AHEAD : QL_LOOP};
+        exact_outcome o = {0};
+        char name[256];
+        exact_describe(&s, name, sizeof name);
+        exact_wrap = watching;
+        ql_status st = exact_run(&s, &o);
+        exact_wrap = NULL;
+        free(o.adapters);
+        CHECK_OK(st);
+        for (int r = 0; r < world; r++) {
+            uint32_t before = exact_mem->called[r][0], in = exact_mem->called[r][1];
+            CHECK_MSG(in && !(in & ~before), "%s: rank %d calls %x in steps and %x while loading", name, r, in, before);
+        }
+    }
+}
+
 /* ---- the product ------------------------------------------------------------------------------ */
 
 /* Every way to run a job, each with the next one of all jobs. */
@@ -372,7 +440,7 @@ TEST(product)
 
 static const test_entry tests[] = {T(every_pair_of_settings_gives_the_same_bits), T(runs_learn), T(odd_groups_are_exact_where_they_say_so),
                                    T(eight_ranks_are_exact), T(pipelines_are_exact), T(ranks_send_what_the_design_says),
-                                   T(stages_send_what_the_design_says)};
+                                   T(stages_send_what_the_design_says), T(no_collective_is_new_to_a_step)};
 static const test_entry all[] = {T(product)};
 
 int main(int argc, char **argv)

@@ -96,9 +96,9 @@ static double run_with(fault_kind kind, int rank, int at, char said[600])
 static void sweep(fault_kind kind, int step, int least)
 {
     char want[64], said[600];
-    int found = 0;
+    int found = 0, each = kind == FAIL_GATHER || kind == FAIL_EXCHANGE ? 6 : 4; /* two of these while loading */
     for (int rank = 0; rank < (kind >= FAIL_SEND ? 3 : 2); rank++)
-        for (int at = 1; at < 400; at = at < 4 ? at + 1 : at + step) {
+        for (int at = 1; at < 400; at = at < each ? at + 1 : at + step) {
             double took = run_with(kind, rank, at, said);
             if (!said[0]) break;
             snprintf(want, sizeof want, kind >= KILL_SEND ? "rank %d died" : "rank %d: ", rank);
@@ -111,8 +111,8 @@ static void sweep(fault_kind kind, int step, int least)
 
 TEST(device_allocations_fail) { sweep(FAIL_ALLOC, 1, 2); }
 TEST(host_allocations_fail) { sweep(FAIL_HOST_ALLOC, 1, 6); }
-TEST(gathers_fail) { sweep(FAIL_GATHER, 97, 8); }
-TEST(exchanges_fail) { sweep(FAIL_EXCHANGE, 41, 6); }
+TEST(gathers_fail) { sweep(FAIL_GATHER, 97, 12); }
+TEST(exchanges_fail) { sweep(FAIL_EXCHANGE, 41, 10); }
 /* Between three stages: the first, the last, and one with two neighbours. */
 TEST(sends_fail) { sweep(FAIL_SEND, 151, 9); }
 TEST(receives_fail) { sweep(FAIL_RECV, 151, 9); }

@@ -93,8 +93,56 @@ def test_a_stage_stalls_at_a_message(tmp_path, rank, action):
     assert took < 6 and named(end, rank, action) and "deadline_ms" in end["text"], end
 
 
+def one_works(e):
+    """A single rank, which meets nobody."""
+    e.train(run="runs/after", max_steps=2, devices="cpu:1")
+    assert e.until(*ENDS)["ev"] == "done", e.events[-1]
+
+
+# The first collectives of a rank are made while loading.
+WARMED = [(0, 1, SHARDED), (1, 2, SHARDED), (0, 4, SHARDED), (1, 5, SHARDED), (1, 1, PIPED), (0, 3, PIPED), (1, 4, PIPED), (0, 6, PIPED)]
+
+
+@pytest.mark.parametrize("rank,nth,how", WARMED)
+def test_a_rank_dies_while_collectives_are_warmed(tmp_path, rank, nth, how):
+    """In the last moments of loading, among ranks that wait for it."""
+    e = Engine(tmp_path, PROGRAM, "kill", str(rank), "collective", str(nth))
+    before = held(e.process.pid)
+    e.train(**how)
+    pids = e.ranks()
+    clock = Clock()
+    end = e.until(*ENDS)
+    assert clock.seconds() < 6 and end["ev"] == "error" and end["rank"] == rank and end["step"] == 0, end
+    assert "signal 9" in end["text"] and end["action"].startswith("loading"), end
+    leaves_nothing(e, before, pids, works=one_works)
+
+
+@pytest.mark.parametrize("rank,nth,how", [WARMED[3], WARMED[4]])
+def test_a_rank_stalls_while_collectives_are_warmed(tmp_path, rank, nth, how):
+    e = Engine(tmp_path, PROGRAM, "stall", str(rank), "collective", str(nth))
+    e.train(deadline_ms=200, **how)
+    end = e.until(*ENDS)
+    assert end["ev"] == "error" and end["rank"] == rank and end["action"].startswith("loading") and "deadline_ms" in end["text"], end
+    one_works(e)
+    e.close()
+
+
+@pytest.mark.parametrize("rank,nth,how", WARMED)
+def test_a_stop_while_collectives_are_warmed(tmp_path, rank, nth, how):
+    """One rank is there late: no error for all that."""
+    e = Engine(tmp_path, PROGRAM, "delay", str(rank), "collective", str(nth), "700")
+    e.train(**how)
+    while not (tmp_path / "delayed").exists():
+        time.sleep(0.01)
+    e.send("stop")
+    end = e.until(*ENDS)
+    assert end["ev"] == "stopped" and end["step"] == 0 and end["checkpoint"] is None, end
+    e.works()
+    e.close()
+
+
 # The Nth collective of a rank among so many ranks; what was before the first step is left out.
-DELAYED = [(2, 0, 15, SHARDED), (2, 0, 20, PIPED), (2, 1, 30, PIPED), (4, 2, 50, SHARDED), (4, 1, 40, PIPED), (4, 3, 25, PIPED)]
+DELAYED = [(2, 0, 20, SHARDED), (2, 0, 23, PIPED), (2, 1, 33, PIPED), (4, 2, 55, SHARDED), (4, 1, 43, PIPED), (4, 3, 28, PIPED)]
 
 
 @pytest.mark.parametrize("world,rank,nth,how", DELAYED)
