@@ -5,10 +5,10 @@
 #include <string.h>
 
 /* What the driver, cuBLAS and NCCL take outside the arena. Measured as `runtime` once a run is on; this is the room left for it. */
-static int64_t runtime_bytes(int world)
+static int64_t runtime_bytes(int world, int direct)
 {
-    /* Measured on an H200: 0.51 GiB for one rank, 0.97 with NCCL through host memory. */
-    return (int64_t)(world > 1 ? 1050 : 600) << 20;
+    /* Measured on H200s: 0.51 GiB for one rank, 0.97 with NCCL through host memory, 1.8 where GPUs read each other's. */
+    return (int64_t)(world == 1 ? 600 : direct ? 1900 : 1050) << 20;
 }
 
 int64_t ql_host_free(void)
@@ -39,6 +39,20 @@ static int count(const json_t *probe, const char *backend)
     return n;
 }
 
+/* Does any of these GPUs read another's memory? Between them NCCL then keeps more buffers, unless it is told not to. */
+static int joined(const json_t *probe, const int *device, int n)
+{
+    const char *off = getenv("NCCL_P2P_DISABLE");
+    size_t i;
+    json_t *peer;
+    if (off && strtol(off, NULL, 0) != 0) return 0;
+    for (int a = 0; a < n; a++)
+        json_array_foreach(json_object_get(find(probe, "cuda", device[a]), "peers"), i, peer)
+            for (int b = 0; b < n; b++)
+                if (b != a && json_integer_value(peer) == device[b]) return 1;
+    return 0;
+}
+
 static ql_status pick_cuda(const ql_args *a, const json_t *probe, ql_place *p, int *device)
 {
     int all = count(probe, "cuda");
@@ -47,11 +61,14 @@ static ql_status pick_cuda(const ql_args *a, const json_t *probe, ql_place *p, i
     p->capacity = INT64_MAX, p->arch = INT32_MAX, p->bf16 = 1;
     for (int i = 0; i < p->world; i++) {
         device[i] = a->devices.count ? a->devices.index[i] : i;
+        if (!find(probe, "cuda", device[i])) QL_FAIL(QL_EINVAL, "devices: there is no CUDA device %d (there are %d, numbered from 0)", device[i], all);
+    }
+    int64_t runtime = runtime_bytes(p->world, joined(probe, device, p->world));
+    for (int i = 0; i < p->world; i++) {
         const json_t *d = find(probe, "cuda", device[i]);
-        if (!d) QL_FAIL(QL_EINVAL, "devices: there is no CUDA device %d (there are %d, numbered from 0)", device[i], all);
-        int64_t room = json_integer_value(json_object_get(d, "free")) - runtime_bytes(p->world);
-        int64_t limit = a->device_memory[i] ? a->device_memory[i] - runtime_bytes(p->world) : 0;
-        p->capacity = ql_min64(p->capacity, ql_max64(0, limit ? ql_min64(limit, room) : room));
+        int64_t room = json_integer_value(json_object_get(d, "free"));
+        if (a->device_memory[i]) room = ql_min64(room, a->device_memory[i]);
+        p->capacity = ql_min64(p->capacity, ql_max64(0, room - runtime));
         p->arch = (int)ql_min64(p->arch, json_integer_value(json_object_get(d, "arch")));
         p->bf16 &= json_is_true(json_object_get(d, "bf16"));
     }

@@ -375,12 +375,17 @@ static ql_status made_up(const char *text, json_t **out)
         return st;
     }
     json_t *all = json_array();
-    for (int i = 0; i < (int)n; i++)
+    int joined = name != x && (arch == 70 || arch == 80 || arch == 90); /* V100, A100, H100: several come with NVLink */
+    for (int i = 0; i < (int)n; i++) {
+        json_t *peers = json_array();
+        for (int k = 0; joined && k < (int)n; k++)
+            if (k != i) json_array_append_new(peers, json_integer(k));
         json_array_append_new(all,
-                              json_pack("{s:s, s:s, s:s, s:i, s:I, s:I, s:i, s:b}", "name", name,
+                              json_pack("{s:s, s:s, s:s, s:i, s:I, s:I, s:i, s:b, s:o}", "name", name,
                                         "id", "made-up", "backend", "cuda", "index", i, "total",
                                         (json_int_t)bytes, "free", (json_int_t)bytes, "arch", arch,
-                                        "bf16", arch >= 80));
+                                        "bf16", arch >= 80, "peers", peers));
+    }
     *out = all;
     return QL_OK;
 }

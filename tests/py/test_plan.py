@@ -34,6 +34,12 @@ def test_devices_that_are_not_here(tmp_path):
     assert all(r["seconds"] > 0 and r["longest"] >= (1024 if r["fits"] else 0) for r in rows.values())
 
 
+@pytest.mark.parametrize("on,total,left", [("2xT4", 15360, 1050), ("2xH100", 81559, 1900), ("1xH100", 81559, 600), ("2x80GiB", 81920, 1050)])
+def test_room_for_what_is_not_ours(tmp_path, on, total, left):
+    """GPUs that come joined by NVLink need more of it."""
+    assert [d["capacity"] >> 20 for d in plan(tmp_path, "llama-8b", on=on)["devices"]] == [total - left] * int(on[0])
+
+
 def test_what_is_shown(tmp_path):
     r = shell(f"load {MODELS / 'llama-8b'};\nplan --on 2xT4 --fsdp true --actions true\n", tmp_path)
     assert r.returncode == 0, r.stderr

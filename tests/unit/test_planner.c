@@ -1,5 +1,6 @@
 /* The planner from a config.json alone: sizes of public models, devices that are not there, and memory to the byte. */
 #include "core/cost.h"
+#include "core/devices.h"
 #include "core/file.h"
 #include "core/pipe.h"
 #include "core/rank.h"
@@ -410,6 +411,42 @@ TEST(devices_that_are_not_there_are_refused)
     json_decref(eight);
 }
 
+/* MiB that these GPUs of such a machine are planned without. */
+static int64_t left_free(const json_t *probe, int n, const int *index, int64_t memory_mib)
+{
+    ql_args a = {.devices = {.kind = QL_DEVICES_CUDA, .count = n}, .host_memory = 1 << 30};
+    ql_place p = {0};
+    char backend[16];
+    int device[QL_MAX_WORLD];
+    for (int i = 0; i < n; i++) a.devices.index[i] = index[i], a.device_memory[i] = memory_mib << 20;
+    if (ql_devices_pick(&a, probe, "", &p, backend, device) != QL_OK) return -1;
+    return (memory_mib ? memory_mib : 80 << 10) - (p.capacity >> 20);
+}
+
+/* 0.51, 0.97 and 1.8 GiB were measured for one GPU, several through host memory, and several that read each other's. */
+TEST(room_is_left_for_the_driver_and_nccl)
+{
+    json_t *four = devices_of(4, 80, 90);
+    static const int own[] = {1}, pair[] = {0, 1}, mixed[] = {2, 1, 0}, apart[] = {3, 0};
+    unsetenv("NCCL_P2P_DISABLE");
+    CHECK_INT(left_free(four, 2, pair, 0), 1050); /* nothing is said of peers */
+    for (int i = 0; i < 4; i++) /* 0 and 1 are joined, 2 and 3 are */
+        json_object_set_new(json_array_get(four, (size_t)i), "peers", i < 3 ? json_pack("[i]", i ^ 1) : json_pack("[i,i]", 2, 7));
+    for (int64_t mib = 0; mib < 40000; mib += 15095) {
+        CHECK_INT(left_free(four, 1, own, mib), 600);
+        CHECK_INT(left_free(four, 2, apart, mib), 1050);
+        CHECK_INT(left_free(four, 2, pair, mib), 1900);
+        CHECK_INT(left_free(four, 3, mixed, mib), 1900);
+    }
+    CHECK_INT(left_free(four, 2, pair, 1900), 1900); /* nothing is left, and that is no wish for all */
+    setenv("NCCL_P2P_DISABLE", "1", 1);
+    CHECK_INT(left_free(four, 2, pair, 0), 1050);
+    setenv("NCCL_P2P_DISABLE", "0", 1);
+    CHECK_INT(left_free(four, 2, pair, 0), 1900);
+    unsetenv("NCCL_P2P_DISABLE");
+    json_decref(four);
+}
+
 static const char *reason(const ql_task *t, const char *part)
 {
     for (int i = 0; i < t->why.n; i++)
@@ -527,5 +564,6 @@ TEST_MAIN(T(large_models_are_planned_in_under_a_second), T(plans_fit_as_the_arit
           T(the_null_backend_counts_what_was_planned),
           T(operations_are_those_of_the_model), T(stages_hold_the_model_once), T(bubbles_are_those_of_the_arithmetic),
           T(auto_takes_a_pipeline_for_a_reason), T(printed_plans_are_golden), T(sizes_do_not_wrap), T(too_many_micro_batches_are_refused), T(devices_that_are_not_there_are_refused),
+          T(room_is_left_for_the_driver_and_nccl),
           T(reasons_are_true_of_layers_that_were_set), T(what_does_not_fit_is_shown), T(rows_are_what_they_are_called),
           T(auto_says_what_it_chose_and_the_way_to_the_other))
