@@ -82,6 +82,16 @@ static ql_status take_memory(ql_rank *r)
     return dev->sync(r->compute);
 }
 
+static const char pin_more[] = "`ulimit -l unlimited` (docker run --ulimit memlock=-1) lets more be pinned; with less offloaded, or a smaller "
+                               "--host_memory to plan with, less has to be";
+
+static ql_status host_alloc(ql_rank *r, int64_t bytes, const char *what, void **out)
+{
+    ql_status st = dev_of(r)->host_alloc(r->dev, bytes, out);
+    if (st != QL_OK) ql_error_prefix("no %.2f GiB of pinned host memory for %s (%s): ", (double)bytes / (1 << 30), what, pin_more);
+    return st;
+}
+
 static ql_status take_host(ql_rank *r)
 {
     const ql_dev_table *dev = dev_of(r);
@@ -91,24 +101,24 @@ static ql_status take_host(ql_rank *r)
     void *p = NULL;
     if (!ql_mem_has_embedding(m)) rows = 0;
     for (int f = 0; f < m->flights; f++) {
-        QL_TRY(dev->host_alloc(r->dev, m->stage[f].at_rows + rows, &p));
+        QL_TRY(host_alloc(r, m->stage[f].at_rows + rows, "batches", &p));
         m->stage[f].host = p;
         memset(p, 0, (size_t)m->stage[f].at_rows);
     }
     int64_t state = r->spec->state_host && r->spec->choice.train ? (r->spec->state == QL_ADAM_F32 ? 8 * m->shard : 2 * m->shard + m->shard / 32) : 0;
     r->host_h_bytes = ql_mem_host_rank(m) - state;
     if (r->host_h_bytes > 0) {
-        QL_TRY(dev->host_alloc(r->dev, r->host_h_bytes, &p));
+        QL_TRY(host_alloc(r, r->host_h_bytes, "offloaded activations", &p));
         r->host_h = p;
     }
     r->host_state_bytes = state;
     if (state > 0) {
-        QL_TRY(dev->host_alloc(r->dev, state, &p));
+        QL_TRY(host_alloc(r, state, "paged optimizer states", &p));
         r->host_state = p;
     }
     /* One copy of host-resident layers for all ranks, pinned by each. Where the system refuses to pin, copies are slower, that is all. */
     if (r->set.host_base && dev->pin(r->dev, r->set.host_base, r->set.host_bytes) != QL_OK) {
-        snprintf(r->unpinned, sizeof r->unpinned, "%s", ql_error());
+        snprintf(r->unpinned, sizeof r->unpinned, "%.300s; %s", ql_error(), pin_more);
         ql_error_clear();
     }
     return QL_OK;

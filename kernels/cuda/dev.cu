@@ -244,7 +244,7 @@ static ql_status dev_host_alloc(ql_dev *d, int64_t bytes, void **out)
     cudaError_t e = cudaHostAlloc(&p, (size_t)ql_max64(bytes, 1), cudaHostAllocPortable | cudaHostAllocMapped);
     if (e == cudaErrorMemoryAllocation) {
         cudaGetLastError();
-        QL_FAIL(QL_ENOMEM, "cuda: no %lld bytes of page-locked host memory", (long long)bytes);
+        QL_FAIL(QL_ENOMEM, "cuda: no %lld bytes of page-locked host memory: %s", (long long)bytes, cudaGetErrorString(e));
     }
     QL_TRY(cu_check(e, "cudaHostAlloc"));
     *out = p;
@@ -263,8 +263,7 @@ static ql_status dev_pin(ql_dev *d, void *p, int64_t bytes)
     if (e == cudaErrorMemoryAllocation || e == cudaErrorNotSupported || e == cudaErrorNotPermitted ||
         e == cudaErrorInvalidValue || e == cudaErrorUnknown || e == cudaErrorOperatingSystem) {
         cudaGetLastError();
-        QL_FAIL(QL_ENOSUP, "cuda: %lld bytes of host memory cannot be pinned: %s (limit of locked memory? `ulimit -l`)",
-                (long long)bytes, cudaGetErrorString(e));
+        QL_FAIL(QL_ENOSUP, "cuda: %lld bytes of host memory cannot be pinned: %s", (long long)bytes, cudaGetErrorString(e));
     }
     return cu_check(e, "cudaHostRegister");
 }

@@ -111,6 +111,21 @@ static void sweep(fault_kind kind, int step, int least)
 
 TEST(device_allocations_fail) { sweep(FAIL_ALLOC, 1, 2); }
 TEST(host_allocations_fail) { sweep(FAIL_HOST_ALLOC, 1, 6); }
+/* What it was for, how much, and what to do: of all that such a run takes. */
+TEST(host_memory_that_is_not_there_is_explained)
+{
+    static const char *const uses[] = {"batches", "offloaded activations", "paged optimizer states"};
+    char said[600];
+    int found = 0;
+    for (int at = 1; at < 20; at++) {
+        run_with(FAIL_HOST_ALLOC, 1, at, said);
+        if (!said[0]) break;
+        for (int i = 0; i < 3; i++) found |= strstr(said, uses[i]) ? 1 << i : 0;
+        CHECK_MSG(strstr(said, " GiB of pinned host memory for ") && strstr(said, "`ulimit -l unlimited`") && strstr(said, "less offloaded") &&
+                      strstr(said, "--host_memory"), "allocation %d: %s", at, said);
+    }
+    CHECK_INT(found, 7);
+}
 TEST(gathers_fail) { sweep(FAIL_GATHER, 97, 12); }
 TEST(exchanges_fail) { sweep(FAIL_EXCHANGE, 41, 10); }
 /* Between three stages: the first, the last, and one with two neighbours. */
@@ -133,7 +148,8 @@ TEST(the_next_run_is_whole)
     free(b.adapters);
 }
 
-static const test_entry tests[] = {T(device_allocations_fail), T(host_allocations_fail), T(gathers_fail), T(exchanges_fail),
+static const test_entry tests[] = {T(device_allocations_fail), T(host_allocations_fail),
+                                   T(host_memory_that_is_not_there_is_explained), T(gathers_fail), T(exchanges_fail),
                                    T(sends_fail), T(receives_fail), T(landings_fail), T(stages_die_sending), T(stages_die_receiving),
                                    T(stages_die_waiting),
                                    T(the_next_run_is_whole)};

@@ -3,6 +3,7 @@ nothing left behind, and what was saved goes on to the same bits."""
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import threading
@@ -180,6 +181,7 @@ def test_host_memory_that_cannot_be_pinned_is_said(tmp_path, whole):
     assert e.until(*ENDS)["ev"] == "done", e.events[-1]
     said = [s["text"] for s in e.events if s["ev"] == "log" and s["level"] == "warning"]
     assert len(said) == 1 and "host memory arrive more slowly: made to fail" in said[0], said
+    assert re.search(r" [1-9]\d{5,} bytes .*`ulimit -l unlimited`.*less offloaded.*--host_memory", said[0]), said
     assert e.losses() == whole
     e.close()
 
