@@ -136,13 +136,7 @@ static ql_status adapter_down(const ql_layer *l, ql_group g, ql_tensor x)
 static ql_status project_few(const ql_layer *l, ql_group g, ql_tensor y, ql_tensor x, ql_tensor res)
 {
     const ql_group_shape *gs = &l->shape->group[g];
-    ql_tensor bias = l->small->bias[g], none = QL_NONE;
-    for (int m = 0; m < gs->count; m++) {
-        const ql_nf4 *w = &l->packed[gs->first + (ql_linear)m];
-        QL_TRY(ql_nf4_matmul(l->q, ql_cols(y, gs->row[m], w->rows), part(x, x.rows, 0, gs->k), w,
-                             ql_tensor_set(res) ? ql_cols(res, gs->row[m], w->rows) : none,
-                             ql_tensor_set(bias) ? ql_cols(bias, gs->row[m], w->rows) : none));
-    }
+    QL_TRY(ql_nf4_matmul(l->q, y, part(x, x.rows, 0, gs->k), &l->packed[gs->first], gs->count, res, l->small->bias[g]));
     if (!gs->r) return QL_OK;
     return ql_matmul(l->q, y, part(x, x.rows, gs->k, gs->r), part(l->w->w[g], gs->n, gs->k, gs->r), QL_NT, 1, y, QL_NONE);
 }

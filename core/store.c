@@ -222,10 +222,20 @@ static ql_status load_linear(const ql_loader *ld, const ql_weight *w, const ql_b
     return QL_OK;
 }
 
+static const float *codes(const ql_blob *b, const ql_weight *w, int i)
+{
+    return b->lin[i].from_plain ? ql_nf4_map : w[i].quant_map;
+}
+
 ql_status ql_store_load(const ql_loader *ld, int64_t l, const ql_blob *b, int part, int n, void *dst, ql_tables *t)
 {
-    for (int i = 0; i < QL_LINEARS; i++)
-        QL_TRY(load_linear(ld, &ld->model->block[l].w[i], b, i, part, n, dst, t));
+    const ql_weight *w = ld->model->block[l].w;
+    for (int i = 0; i < QL_LINEARS; i++) {
+        int same = 0;
+        QL_TRY(load_linear(ld, &w[i], b, i, part, n, dst, t));
+        while (same < i && !(b->lin[i].nf4 && b->lin[same].nf4 && memcmp(codes(b, w, same), codes(b, w, i), 16 * sizeof(float)) == 0)) same++;
+        t->code_of[i] = same;
+    }
     return QL_OK;
 }
 
@@ -235,7 +245,7 @@ static ql_nf4 nf4_view(const ql_blob *b, int i, const ql_tables *t, void *const 
 {
     const ql_blob_linear *l = &b->lin[i];
     ql_nf4 w = {.rows = l->rows, .cols = l->cols, .part = l->part, .parts = b->parts, .block = (int)l->block,
-                .block2 = (int)l->nested, .code = t->code[i], .code2 = t->code2[i], .offset = t->offset[i],
+                .block2 = (int)l->nested, .code = t->code[t->code_of[i]], .code2 = t->code2[i], .offset = t->offset[i],
                 .state = quant->direct ? out : l->dtype};
     for (int p = 0; p < b->parts; p++) {
         char *base = parts[p];

@@ -38,6 +38,7 @@ ql_status ql_blob_init(ql_blob *b, const ql_block *block, const ql_quant *quant,
 /* The values of the codes, in device memory, and the offset of nested scales. */
 typedef struct {
     float *code[QL_LINEARS], *code2[QL_LINEARS];
+    int code_of[QL_LINEARS]; /* the first linear of the layer with the same codes: one table then serves several in an op */
     float offset[QL_LINEARS];
 } ql_tables;
 

@@ -261,25 +261,30 @@ ql_status ql_scale_quant(const ql_queue *q, ql_tensor code, ql_tensor absmax2, q
     return absmax.cols == 0 ? QL_OK : q->ops->scale_quant(q, code, absmax2, absmax, code2, offset);
 }
 
-ql_status ql_nf4_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c,
+ql_status ql_nf4_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, int n, ql_tensor c,
                         ql_tensor bias)
 {
     const char *op = "nf4_matmul";
-    QL_TRY(want_nf4(op, w, 0));
-    QL_TRY(want(op, ARG(a), ANY, w->cols, FLOAT));
-    QL_TRY(want(op, ARG(out), a.rows, w->rows, ONE(a.dtype) | F32));
+    int64_t rows = 0;
+    if (n < 1 || n > QL_FEW_MATS) QL_FAIL(QL_EINVAL, "%s: %d matrices, 1 to %d go side by side", op, n, QL_FEW_MATS);
+    for (int i = 0; i < n; i++) {
+        QL_TRY(want_nf4(op, &w[i], i));
+        QL_TRY(want(op, ARG(a), ANY, w[i].cols, FLOAT));
+        rows += w[i].rows;
+    }
+    QL_TRY(want(op, ARG(out), a.rows, rows, ONE(a.dtype) | F32));
     if (a.rows > QL_FEW_ROWS || w->cols < 1 || w->cols * QL_FEW_ROWS * 4 > QL_WORK_BYTES)
         QL_FAIL(QL_EINVAL, "%s: (%lld, %lld) is more than %d rows, or too wide", op, (long long)a.rows, (long long)a.cols, QL_FEW_ROWS);
     QL_TRY(apart(op, ARG(out), ARG(a)));
     if (ql_tensor_set(c)) {
-        QL_TRY(want(op, ARG(c), a.rows, w->rows, ONE(out.dtype)));
+        QL_TRY(want(op, ARG(c), a.rows, rows, ONE(out.dtype)));
         QL_TRY(same_or_apart(op, ARG(out), ARG(c)));
     }
     if (ql_tensor_set(bias)) {
-        QL_TRY(want(op, ARG(bias), 1, w->rows, ONE(a.dtype)));
+        QL_TRY(want(op, ARG(bias), 1, rows, ONE(a.dtype)));
         QL_TRY(apart(op, ARG(out), ARG(bias)));
     }
-    return empty(out) ? QL_OK : q->ops->nf4_matmul(q, out, a, w, c, bias);
+    return empty(out) ? QL_OK : q->ops->nf4_matmul(q, out, a, w, n, c, bias);
 }
 
 /* ---- matmul ---------------------------------------------------------------------------------- */

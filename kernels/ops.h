@@ -125,7 +125,7 @@ typedef enum {
 #define QL_NONE ((ql_tensor){0})
 
 enum { QL_MAX_CONVERT = 16, QL_MAX_DEQUANT = 8 }; /* matrices of one call */
-enum { QL_FEW_ROWS = 8 }; /* of nf4_matmul */
+enum { QL_FEW_ROWS = 8, QL_FEW_MATS = 3 }; /* of nf4_matmul */
 
 struct ql_ops {
     const char *name;
@@ -222,9 +222,11 @@ struct ql_ops {
                         ql_tensor code1, ql_tensor code2, const ql_ctl *ctl, const ql_adam *a);
 
     /* ---- few rows: text, a token at a time ---- */
-    /* out (M, N) = a (M, K) wᵀ [+ c] [+ bias] for M ≤ QL_FEW_ROWS, as matmul would on nf4_dequant's values in a's dtype; w is read as it
-     * rests, 4 bits a weight, and is written nowhere. A row's result does not depend on M. */
-    ql_status (*nf4_matmul)(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c, ql_tensor bias);
+    /* out (M, ΣN) = a (M, K) [w_0 … w_n−1]ᵀ [+ c] [+ bias] for M ≤ QL_FEW_ROWS and n ≤ QL_FEW_MATS matrices side by side, as matmul would
+     * on nf4_dequant's values in a's dtype. Where that has 16 bits, the codes may be rounded to it instead and a block's scale
+     * be put to the block's sum in fp32: values as near to code · scale. w is read as it rests, 4 bits a weight, and is written
+     * nowhere. A row's result depends neither on M nor on n. */
+    ql_status (*nf4_matmul)(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, int n, ql_tensor c, ql_tensor bias);
 };
 
 /* The checked wrappers (ops.c): same names, ql_ in front. */
@@ -236,7 +238,7 @@ ql_status ql_gather_rows(const ql_queue *q, ql_tensor out, ql_tensor in, ql_tens
 ql_status ql_scatter_rows(const ql_queue *q, ql_tensor out, ql_tensor in, ql_tensor index);
 ql_status ql_check_finite(const ql_queue *q, ql_tensor flag, ql_tensor in);
 ql_status ql_nf4_dequant(const ql_queue *q, const ql_tensor *out, const ql_nf4 *w, int n);
-ql_status ql_nf4_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c, ql_tensor bias);
+ql_status ql_nf4_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, int n, ql_tensor c, ql_tensor bias);
 ql_status ql_nf4_quant(const ql_queue *q, ql_tensor packed, ql_tensor absmax, ql_tensor in);
 ql_status ql_scale_quant(const ql_queue *q, ql_tensor code, ql_tensor absmax2, ql_tensor absmax, ql_tensor code2, float offset);
 ql_status ql_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, ql_tensor b, ql_trans trans, float alpha, ql_tensor c,

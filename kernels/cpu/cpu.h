@@ -116,7 +116,7 @@ QL_CPU_OP(gather_rows, ql_tensor out, ql_tensor in, ql_tensor index);
 QL_CPU_OP(scatter_rows, ql_tensor out, ql_tensor in, ql_tensor index);
 QL_CPU_OP(check_finite, ql_tensor flag, ql_tensor in);
 QL_CPU_OP(nf4_dequant, const ql_tensor *out, const ql_nf4 *w, int n);
-QL_CPU_OP(nf4_matmul, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c, ql_tensor bias);
+QL_CPU_OP(nf4_matmul, ql_tensor out, ql_tensor a, const ql_nf4 *w, int n, ql_tensor c, ql_tensor bias);
 QL_CPU_OP(nf4_quant, ql_tensor packed, ql_tensor absmax, ql_tensor in);
 QL_CPU_OP(scale_quant, ql_tensor code, ql_tensor absmax2, ql_tensor absmax, ql_tensor code2,
           float offset);

@@ -85,20 +85,20 @@ static void add_products(float *restrict acc, const float *restrict v, const flo
     for (; i < n; i++) acc[(at + i) % LANES] += v[i] * x[i];
 }
 
-QL_CPU_OP(nf4_matmul, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c, ql_tensor bias)
+/* out (M, N) = x (M, K) wᵀ [+ c] [+ bias] of one matrix; x is dense. */
+static void few_rows(ql_tensor out, const float *x, ql_dtype dtype, const ql_nf4 *w, ql_tensor c, ql_tensor bias)
 {
     job j = {.w = w};
-    float v[BLOCK_MAX], y[QL_FEW_ROWS][STRIP], other[STRIP], *x = q->work;
-    int64_t rows = a.rows, k = w->cols;
+    float v[BLOCK_MAX], y[QL_FEW_ROWS][STRIP], other[STRIP];
+    int64_t rows = out.rows, k = w->cols;
     for (int b = 0; b < 256; b++) j.pair[b][0] = w->code[b >> 4], j.pair[b][1] = w->code[b & 15];
-    for (int64_t r = 0; r < rows; r++) ql_cpu_load(x + r * k, a, r, 0, k);
     for (int64_t n0 = 0; n0 < w->rows; n0 += STRIP) {
         int64_t nn = ql_min64(STRIP, w->rows - n0);
         for (int64_t n = 0; n < nn; n++) {
             float acc[QL_FEW_ROWS][LANES] = {{0}};
             for (int64_t at = 0; at < k;) {
                 int64_t e = (n0 + n) * k + at, in = e % w->part % w->block, m = ql_min64(w->block - in, k - at);
-                block_values(&j, e, a.dtype, v);
+                block_values(&j, e, dtype, v);
                 for (int64_t r = 0; r < rows; r++) add_products(acc[r], v + in, x + r * k + at, at, m);
                 at += m;
             }
@@ -116,6 +116,15 @@ QL_CPU_OP(nf4_matmul, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c, 
             ql_cpu_store(out, r, n0, y[r], nn);
         }
     }
+}
+
+QL_CPU_OP(nf4_matmul, ql_tensor out, ql_tensor a, const ql_nf4 *w, int n, ql_tensor c, ql_tensor bias)
+{
+    float *x = q->work;
+    for (int64_t r = 0; r < a.rows; r++) ql_cpu_load(x + r * a.cols, a, r, 0, a.cols);
+    for (int64_t i = 0, at = 0; i < n; at += w[i++].rows)
+        few_rows(ql_cols(out, at, w[i].rows), x, a.dtype, &w[i], ql_tensor_set(c) ? ql_cols(c, at, w[i].rows) : c,
+                 ql_tensor_set(bias) ? ql_cols(bias, at, w[i].rows) : bias);
     return QL_OK;
 }
 

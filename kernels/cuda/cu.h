@@ -56,7 +56,7 @@ ql_status cu_gather_rows(const ql_queue *q, ql_tensor out, ql_tensor in, ql_tens
 ql_status cu_scatter_rows(const ql_queue *q, ql_tensor out, ql_tensor in, ql_tensor index);
 ql_status cu_check_finite(const ql_queue *q, ql_tensor flag, ql_tensor in);
 ql_status cu_nf4_dequant(const ql_queue *q, const ql_tensor *out, const ql_nf4 *w, int n);
-ql_status cu_nf4_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c, ql_tensor bias);
+ql_status cu_nf4_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, int n, ql_tensor c, ql_tensor bias);
 ql_status cu_nf4_quant(const ql_queue *q, ql_tensor packed, ql_tensor absmax, ql_tensor in);
 ql_status cu_scale_quant(const ql_queue *q, ql_tensor code, ql_tensor absmax2, ql_tensor absmax, ql_tensor code2,
                          float offset);

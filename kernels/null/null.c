@@ -71,12 +71,17 @@ OP(nf4_dequant, const ql_tensor *out, const ql_nf4 *w, int n)
     }
     return QL_OK;
 }
-OP(nf4_matmul, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c, ql_tensor bias)
+OP(nf4_matmul, ql_tensor out, ql_tensor a, const ql_nf4 *w, int n, ql_tensor c, ql_tensor bias)
 {
-    int64_t weights = w->rows * w->cols, blocks = ql_ceil_div(weights, w->block);
-    int64_t scales = w->block2 ? blocks + 4 * ql_ceil_div(blocks, w->block2) : 4 * blocks;
-    atomic_fetch_add(&ql_null_bytes, size_of(c) + size_of(bias) + ql_ceil_div(weights, 2) + scales);
-    COUNT(2 * out.rows * weights, out, a);
+    int64_t all = 0;
+    for (int i = 0; i < n; i++) {
+        int64_t weights = w[i].rows * w[i].cols, blocks = ql_ceil_div(weights, w[i].block);
+        int64_t scales = w[i].block2 ? blocks + 4 * ql_ceil_div(blocks, w[i].block2) : 4 * blocks;
+        atomic_fetch_add(&ql_null_bytes, ql_ceil_div(weights, 2) + scales);
+        all += weights;
+    }
+    atomic_fetch_add(&ql_null_bytes, size_of(c) + size_of(bias));
+    COUNT(2 * out.rows * all, out, a);
 }
 OP(nf4_quant, ql_tensor packed, ql_tensor absmax, ql_tensor in)
 {

@@ -96,10 +96,22 @@ const op_case op_cases[] = {
     C("nf4_matmul", few, QL_F16, QL_F32, 33, 100, 1, 8, 16 + 32 * 2),
     C("nf4_matmul", few, QL_BF16, QL_F32, 33, 100, 3, 8, 4 + 8 + 16 + 32),
     EACH("nf4_matmul", few, 130, 512, 2, 8, 1 + 2 + 8 + 16 + 32 * 4),
-    /* more tiles of rows than a GPU has multiprocessors; more columns than shared memory holds of x */
-    C("nf4_matmul", few, QL_F16, QL_F16, 2200, 2112, 2, 0, 1 + 2 + 32 * 2),
-    C("nf4_matmul", few, QL_BF16, QL_BF16, 40, 10304, 1, 8, 1 + 4 + 8 + 32 * 7),
-    C("nf4_matmul", few, QL_F16, QL_F16, 40, 10304, 1, 8, 1 + 16),
+    EACH("nf4_matmul", few, 48, 320, 1, 8, 1 + 8 + 16 + 32 * 3 + 256),
+    EACH("nf4_matmul", few, 21, 64, 2, 0, 32 * 2 + 512),
+    /* whole tiles and pairs of blocks: side by side; in pieces that end inside a pair; from 5 rows on; more columns than a GPU's block
+     * has registers for, more tiles than it has room for */
+    EACH("nf4_matmul", few, 48, 384, 1, 8, 1 + 8 + 16 + 32 * 3 + 256),
+    EACH("nf4_matmul", few, 144, 512, 3, 8, 4 + 8 + 32 * 7),
+    EACH("nf4_matmul", few, 80, 128, 1, 0, 1),
+    C("nf4_matmul", few, QL_F16, QL_F32, 2208, 2176, 2, 0, 1 + 2 + 32 * 2),
+    C("nf4_matmul", few, QL_BF16, QL_F32, 48, 10368, 1, 8, 1 + 4 + 8 + 32 * 7 + 256),
+    C("nf4_matmul", few, QL_F16, QL_F16, 48, 10368, 2, 8, 1 + 16 + 32 * 3),
+    C("nf4_matmul", few, QL_F16, QL_F16, 50000, 128, 1, 0, 1 + 32 * 4),
+    /* scales of both kinds, two and three passes, warps without a pair, several meetings */
+    EACH("nf4_matmul", few, 64, 1024, 1, 8, 1 + 8 + 16 + 32 * 3 + 256),
+    EACH("nf4_matmul", few, 64, 5120, 1, 0, 2 + 8 + 32 * 7),
+    C("nf4_matmul", few, QL_BF16, QL_BF16, 80, 9216, 1, 0, 1),
+    C("nf4_matmul", few, QL_BF16, QL_F32, 14400, 1024, 1, 0, 1 + 32 * 5),
     EACH("nf4_quant", quant, 16, 64, 0, 0, 0),
     EACH("nf4_quant", quant, 17, 67, 0, 0, 1),
     EACH("nf4_quant", quant, 1, 1, 0, 0, 0),

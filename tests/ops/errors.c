@@ -92,7 +92,7 @@ int test_errors(const ctx *c)
     wants("nf4_dequant.part", ql_nf4_dequant(q, &o, &w, 1), "pieces of 96 weights");
     w.part = 64;
     wants("nf4_dequant.data", ql_nf4_dequant(q, &o, &w, 1), "lacks the data of piece 0");
-    wants("nf4_matmul.data", ql_nf4_matmul(q, o, o, &w, QL_NONE, QL_NONE), "lacks the data of piece 0");
+    wants("nf4_matmul.data", ql_nf4_matmul(q, o, o, &w, 1, QL_NONE, QL_NONE), "lacks the data of piece 0");
     wants("nf4_dequant.many", ql_nf4_dequant(q, &o, &w, 9), "9 matrices");
     wants("nf4_quant.flat",
           ql_nf4_quant(q, ql_vec(y, QL_U8, 16), ql_vec(z, QL_F32, 1), ql_mat(x, QL_F32, 4, 8, 9)),

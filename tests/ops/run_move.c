@@ -220,22 +220,39 @@ void run_dequant(ctx *c, const op_case *p)
     for (int i = 0; i < n; i++) expect_exact(c, out[i], ref[i]);
 }
 
-/* (m, n) in k pieces; how + 8 c, + 16 bias, + 32·(rows − 1). */
+/* The product, and once more its first row with the first matrix alone: the same bits. */
+static ql_status few_twice(ctx *c, ql_tensor out, ql_tensor alone, ql_tensor a, const ql_nf4 *w, int n, ql_tensor add, ql_tensor bias)
+{
+    QL_TRY(ql_nf4_matmul(&c->q, out, a, w, n, add, bias));
+    if (c->bench) return QL_OK;
+    if (add.data) add = ql_cols(ql_rows(add, 0, 1), 0, w->rows);
+    if (bias.data) bias = ql_cols(bias, 0, w->rows);
+    return ql_nf4_matmul(&c->q, alone, ql_rows(a, 0, 1), w, 1, add, bias);
+}
+
+/* (m, n) in k pieces; how + 8 c, + 16 bias, + 32·(rows − 1), + 256 also (m + 16, n), + 512 also (m + 32, n) with codes of its own. */
 void run_few(ctx *c, const op_case *p)
 {
-    ql_nf4 w;
+    ql_nf4 w[QL_FEW_MATS];
     tens *values;
-    double *weights;
-    int64_t rows = 1 + (p->how >> 5), m = p->m;
-    nf4_matrix(c, p, &w, &values, &weights, m);
+    double *some, *weights = doubles(c, QL_FEW_MATS * (p->m + 16 * QL_FEW_MATS) * p->n);
+    int64_t rows = 1 + (p->how >> 5 & 7), m = 0;
+    int n = 1 + (p->how >> 8);
+    for (int i = 0; i < n; m += w[i++].rows) {
+        nf4_matrix(c, p, &w[i], &values, &some, p->m + 16 * i);
+        memcpy(weights + m * p->n, some, (size_t)(w[i].rows * p->n) * sizeof *some);
+        if (i == 1) w[1].code = w[0].code;
+    }
     tens *out = make(c, "y", OUT, p->b, rows, m, p->pad), *a = make(c, "a", IN, p->a, rows, p->n, 2 * p->pad);
     tens *add = p->how & 8 ? make(c, "c", IN, p->b, rows, m, 3 * p->pad) : NULL, *bias = p->how & 16 ? make(c, "bias", IN, p->a, 1, m, 0) : NULL;
     double *ref = doubles(c, rows * m);
     c->flops = 2.0 * (double)rows * (double)m * (double)p->n;
-    RUN(c, ql_nf4_matmul(&c->q, out->t, a->t, &w, add ? add->t : QL_NONE, bias ? bias->t : QL_NONE));
+    tens *alone = make(c, "alone", OUT, p->b, 1, p->m, 0);
+    RUN(c, few_twice(c, out->t, alone->t, a->t, w, n, add ? add->t : QL_NONE, bias ? bias->t : QL_NONE));
     if (!live(c)) return;
     ref_matmul(ref, a->v, weights, QL_NT, 1, add ? add->v : NULL, bias ? bias->v : NULL, rows, m, p->n);
-    expect(c, out, ref, bar_of(p->b, 2e-6));
+    expect(c, out, ref, bar_of(p->a, 2e-6)); /* a's: its codes are rounded before or after the scale */
+    expect_exact(c, alone, out->got);
 }
 
 static const double nf4_bars[15] = {

@@ -8,11 +8,11 @@
 
 /* The null backend, with its NF4 ops counted apart. */
 static int64_t few_calls, dequants;
-static ql_status few(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, ql_tensor c, ql_tensor bias)
+static ql_status few(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, int n, ql_tensor c, ql_tensor bias)
 {
-    few_calls++;
+    few_calls += n;
     if (a.rows != QL_DECODE_ROWS) QL_FAIL(QL_EINTERNAL, "%lld rows", (long long)a.rows);
-    return ql_backend_null()->ops->nf4_matmul(q, out, a, w, c, bias);
+    return ql_backend_null()->ops->nf4_matmul(q, out, a, w, n, c, bias);
 }
 static ql_status dequant(const ql_queue *q, const ql_tensor *out, const ql_nf4 *w, int n)
 {
