@@ -2,6 +2,7 @@
  * a stop takes effect soon. */
 #include "core/rank.h"
 
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -332,6 +333,64 @@ static ql_status do_land(ql_rank *r)
 {
     QL_TRY(r->set.be->comm->land(r->comm, NULL));
     return dev_of(r)->wait(r->compute, r->landed);
+}
+
+/* ---- before the first step -------------------------------------------------------------------- */
+
+/* A document of token 0 and a token of padding, as long as a micro-batch may be; as many targets as the head takes at a time. */
+static ql_status longest_batch(ql_rank *r)
+{
+    int64_t n = r->spec->rows, targets = ql_min64(n, r->spec->head_chunk);
+    int64_t *token = calloc(1, (size_t)n * 20 + 8);
+    int32_t *ids = (int32_t *)(void *)(token + n), start = 0, len = (int32_t)n - 1;
+    if (!token) QL_FAIL(QL_ENOMEM, "no memory for a micro-batch of %lld tokens", (long long)n);
+    ql_batch b = {.T = n, .rows = 1, .docs = 1, .targets = targets, .tokens = n - 1, .doc_max = n - 1, .token = token,
+                  .ids = ids, .target = ids + n, .position = ids + 2 * n, .doc_start = &start, .doc_len = &len};
+    for (int64_t t = 0; t < n; t++) token[t] = t, b.position[t] = (int32_t)t, b.target[t] = t < targets ? 0 : -100;
+    ql_status st = ql_exec_batch(r, 0, &b, r->spec->choice.train, 1);
+    free(token);
+    return st;
+}
+
+/* A device gets kernels, and cuBLAS its plan for a shape, when they are first called for, some milliseconds each. So a layer, the head and
+ * the optimizer run once on the longest of micro-batches, all ranks together, and no step waits for that. What they work on are zeros
+ * where nothing lies yet; what they leave is written anew before anybody reads it. */
+ql_status ql_exec_warm(ql_rank *r)
+{
+    const ql_dev_table *dev = dev_of(r);
+    ql_mem *m = r->mem;
+    int train = r->spec->choice.train, layers = r->spec->choice.layers;
+    int64_t layer = ql_max64(m->lo, train ? m->shape.first : 0);
+    ql_action a = {.what = QL_DO_F, .layer = (int16_t)layer, .slot = 0};
+    ql_tensor h = ql_mem_h(m, 0, layers), dh = train ? ql_mem_dh(m, 0, 0) : QL_NONE;
+    QL_TRY(dev->set(r->compute, m->ctl, 0, (int64_t)sizeof *m->ctl));
+    QL_TRY(dev->set(r->compute, m->adapters, 0, m->held * 4));
+    if (layer < m->hi) {
+        ql_tensor in = ql_mem_h(m, 0, layer);
+        QL_TRY(dev->set(r->compute, in.data, 0, in.rows * in.ld * (int64_t)ql_dtype_size(in.dtype)));
+        if (m->slot[0]) QL_TRY(dev->set(r->compute, m->slot[0], 0, m->blob[layer].parts * m->blob[layer].part_bytes));
+    }
+    QL_TRY(longest_batch(r));
+    ql_micro *mb = &r->micro[0];
+    if (layer < m->hi) QL_TRY(do_forward(r, &a, 0));
+    if (ql_mem_has_head(m) || m->head.world > 1) {
+        ql_head_peers peers = {.be = r->set.be, .comm = r->comm};
+        for (int i = 0; i < r->set.world; i++) peers.rows[i] = mb->index.cols;
+        QL_TRY(dev->set(r->compute, h.data, 0, h.rows * h.ld * (int64_t)ql_dtype_size(h.dtype)));
+        QL_TRY(ql_head_loss(&m->head, &m->shape, &r->q, m->head.world > 1 ? &peers : NULL, train ? QL_HEAD_GRAD : QL_HEAD_LOSS, mb,
+                            ql_rows(h, 0, mb->rows), train ? ql_rows(dh, 0, mb->rows) : dh, ql_vec(m->losses, QL_F32, 1), m->ctl));
+    } else if (train) {
+        QL_TRY(dev->set(r->compute, dh.data, 0, dh.rows * dh.ld * (int64_t)ql_dtype_size(dh.dtype)));
+    }
+    if (train) {
+        QL_TRY(dev->set(r->compute, m->grad[0], 0, m->held * 4));
+        r->stack = 1, a.what = QL_DO_B;
+        if (layer < m->hi) QL_TRY(do_backward(r, &a, 0));
+        QL_TRY(ql_optim_warm(r));
+    }
+    r->stack = 0, r->version++;
+    m->scratch.layer = m->scratch.version = -1; /* what it has may be of zeros */
+    return dev->sync(r->compute);
 }
 
 /* ---- the step --------------------------------------------------------------------------------- */

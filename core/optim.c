@@ -137,6 +137,19 @@ ql_status ql_optim_step(ql_rank *r)
     return comm->all_gather(r->comm, r->compute, f32(m->adapters, m->padded), f32(m->adapters + m->mine, m->shard));
 }
 
+ql_status ql_optim_warm(ql_rank *r)
+{
+    ql_mem *m = r->mem;
+    int64_t blocks = m->shard / QL_OPT_BLOCK, at = m->mine / QL_OPT_BLOCK;
+    r->optim = (ql_optim){.clip = {.lr = m->lr, .n_lr = 1}};
+    ql_tensor g = f32(m->grad[0] + m->mine - m->held_at, m->shard);
+    QL_TRY(r->set.be->dev->set(r->compute, m->parts, 0, m->padded / QL_OPT_BLOCK * 4));
+    if (blocks) QL_TRY(ql_norm_parts(&r->q, f32(m->parts + at, blocks), g));
+    if (blocks) QL_TRY(ql_add(&r->q, g, g, g));
+    QL_TRY(ql_clip_step(&r->q, m->ctl, f32(m->parts, m->n / QL_OPT_BLOCK), &r->optim.clip));
+    return r->spec->state_host ? adam_offloaded(r) : adam_resident(r);
+}
+
 /* ---- states ----------------------------------------------------------------------------------- */
 
 ql_status ql_optim_init(ql_rank *r, const ql_optim *o, const float *lr, float loss_scale)

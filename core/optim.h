@@ -17,6 +17,8 @@ ql_status ql_optim_init(struct ql_rank *r, const ql_optim *o, const float *lr, f
 /* The gradient of all ranks, this rank's shard of it, in mem->grad[0] (at the shard's place). `present[r]`: rank r had work. */
 ql_status ql_optim_reduce(struct ql_rank *r, const uint8_t *present);
 ql_status ql_optim_step(struct ql_rank *r);
+/* The step's ops once, for what a device gets at their first call; adapters, states and ctl are to be set after it. */
+ql_status ql_optim_warm(struct ql_rank *r);
 
 /* This rank's states to and from the host: for checkpoints. Buffers hold the shard's elements (m, v: F32, or 8-bit codes and their
  * scales per 256, and 32-bit ones of small tensors). */

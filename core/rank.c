@@ -404,6 +404,7 @@ ql_status ql_rank_load(ql_rank *r)
         QL_GO(dev_of(r)->set(r->compute, w.data, 0, w.rows * w.ld * (int64_t)ql_dtype_size(w.dtype)));
     }
     QL_GO(dev_of(r)->sync(r->compute));
+    QL_GO(ql_exec_warm(r));
     if (r->comm) QL_GO(warm_collectives(r));
     if (r->set.progress) r->set.progress(r->set.ctx, "load", n + 1, n + 1);
 out:

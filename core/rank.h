@@ -118,6 +118,9 @@ void ql_rank_figures(const ql_rank_state *s, int64_t bytes[QL_CATS], ql_dev_memo
 void ql_rank_where(const ql_rank_state *s, char *buf, size_t size);
 void ql_rank_at(ql_rank *r, ql_phase phase);
 
+/* While loading, all ranks together: what a device gets at first use, it gets here. */
+ql_status ql_exec_warm(ql_rank *r);
+
 /* exec.c, shared with generate.c */
 ql_status ql_exec_batch(ql_rank *r, int flight, const ql_batch *b, int train, uint32_t step);
 /* Between actions: QL_ESTOP when all ranks drop what they do, here. */

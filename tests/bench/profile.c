@@ -3,6 +3,7 @@
  * waits inside the step. Rank 0 tells. MODEL_FOLDER is one of make_model's. */
 #include "core/devices.h"
 #include "core/launch.h"
+#include "tests/each_op.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -55,41 +56,13 @@ static ql_status stop(int i, ql_status st)
         int i_ = start(#name, a, b, c);                                                                                        \
         return stop(i_, real->name args);                                                                                      \
     }
-#define Q const ql_queue *q
-#define X ql_tensor
-WRAP(convert, (Q, const X *o, const X *in, int n), (q, o, in, n), n, o->rows, o->cols)
-WRAP(fill, (Q, X o, float v), (q, o, v), o.rows, o.cols, 0)
-WRAP(add, (Q, X o, X a, X b), (q, o, a, b), o.rows, o.cols, 0)
-WRAP(gather_rows, (Q, X o, X in, X i), (q, o, in, i), o.rows, o.cols, 0)
-WRAP(scatter_rows, (Q, X o, X in, X i), (q, o, in, i), in.rows, in.cols, 0)
-WRAP(nf4_dequant, (Q, const X *o, const ql_nf4 *w, int n), (q, o, w, n), n, o->rows, o->cols)
-WRAP(nf4_matmul, (Q, X o, X a, const ql_nf4 *w, int n, X c, X bi), (q, o, a, w, n, c, bi), o.rows, o.cols, a.cols)
-WRAP(matmul, (Q, X o, X a, X b, ql_trans t, float al, X c, X bi), (q, o, a, b, t, al, c, bi), o.rows, o.cols, (t == QL_TN ? -a.rows : a.cols))
-WRAP(rmsnorm, (Q, X y, X x, X w, float e), (q, y, x, w, e), x.rows, x.cols, 0)
-WRAP(rmsnorm_dx, (Q, X dx, X dy, X x, X w, float e, X r), (q, dx, dy, x, w, e, r), x.rows, x.cols, 0)
-WRAP(rope, (Q, X x, int64_t d, X p, X f, float s, int sg), (q, x, d, p, f, s, sg), x.rows, x.cols, sg)
-WRAP(swiglu, (Q, X h, X gu), (q, h, gu), h.rows, h.cols, 0)
-WRAP(swiglu_dx, (Q, X dgu, X dh, X gu, X h), (q, dgu, dh, gu, h), dh.rows, dh.cols, 0)
-WRAP(attention, (Q, X o, X l, X a, X k, X v, const ql_attn *at), (q, o, l, a, k, v, at), o.rows, o.cols, at->docs)
-WRAP(attention_dx, (Q, X dq, X dk, X dv, X dout, X o, X l, X de, X a, X k, X v, const ql_attn *at), (q, dq, dk, dv, dout, o, l, de, a, k, v, at),
-     o.rows, o.cols, at->docs)
-WRAP(ce_stats, (Q, X s, X l, X t, int64_t v0), (q, s, l, t, v0), l.rows, l.cols, 0)
-WRAP(ce_join, (Q, X a, X b), (q, a, b), a.rows, a.cols, 0)
-WRAP(ce_loss, (Q, X n, X l, X s, X t, float sm, int64_t v), (q, n, l, s, t, sm, v), s.rows, 0, 0)
-WRAP(ce_grad, (Q, X l, X ls, X t, int64_t v0, float sm, int64_t v, const ql_ctl *c), (q, l, ls, t, v0, sm, v, c), l.rows, l.cols, 0)
-WRAP(sum, (Q, X o, X in), (q, o, in), in.cols, 0, 0)
-WRAP(norm_parts, (Q, X p, X g), (q, p, g), g.cols, 0, 0)
-WRAP(clip, (Q, ql_ctl *c, X p, const ql_clip *cl), (q, c, p, cl), p.cols, 0, 0)
-WRAP(adamw, (Q, X p, X m, X v, X g, const ql_ctl *c, const ql_adam *a), (q, p, m, v, g, c, a), p.cols, 0, 0)
-WRAP(adamw8, (Q, X p, X m, X v, X m2, X v2, X g, X c1, X c2, const ql_ctl *c, const ql_adam *a), (q, p, m, v, m2, v2, g, c1, c2, c, a), p.cols, 0, 0)
+EACH_OP(WRAP)
 
 static ql_ops wrapped(const ql_ops *o)
 {
     ql_ops w = *o;
-#define USE(name) w.name = w_##name
-    USE(convert); USE(fill); USE(add); USE(gather_rows); USE(scatter_rows); USE(nf4_dequant); USE(nf4_matmul); USE(matmul); USE(rmsnorm); USE(rmsnorm_dx);
-    USE(rope); USE(swiglu); USE(swiglu_dx); USE(attention); USE(attention_dx); USE(ce_stats); USE(ce_join); USE(ce_loss); USE(ce_grad);
-    USE(sum); USE(norm_parts); USE(clip); USE(adamw); USE(adamw8);
+#define USE(name, ...) w.name = w_##name;
+    EACH_OP(USE)
     return w;
 }
 

@@ -55,7 +55,7 @@ typedef struct {
     int64_t base[QL_MAX_WORLD], gather[QL_MAX_WORLD];                           /* of these */
     char why[QL_MAX_WORLD][512];
     double struck;                                                              /* when a fault was made: test_faults.c */
-    uint32_t called[QL_MAX_WORLD][2];                                           /* collectives while loading, and in steps: test_exact.c */
+    uint64_t called[QL_MAX_WORLD][2];                                           /* ops and collectives while loading, and in steps: test_exact.c */
     float adapters[QL_MAX_WORLD][1 << 20];
 } exact_shared;
 

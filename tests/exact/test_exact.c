@@ -2,6 +2,7 @@
  * store, schedule, recomputation, offload and resume. Here every pair of settings meets at least once; `test_exact product` (make
  * exact) runs every way to run a job. `exact_cuda --backend=cuda` does the same with a GPU to a rank and fewer jobs. */
 #include "core/sampler.h"
+#include "tests/each_op.h"
 #include "tests/exact/exact.h"
 
 /* ---- references: the job on one rank, everything resident and kept ----------------------------- */
@@ -343,8 +344,10 @@ TEST(ranks_send_what_the_design_says)
 
 /* ---- what a step calls, loading has called ------------------------------------------------------ */
 
-/* Bits of exact_mem->called; sends and receives have one for each peer. */
-enum { CALLED_GATHER, CALLED_EXCHANGE, CALLED_SUM, CALLED_MAX, CALLED_SEND = 8, CALLED_RECV = 16 };
+/* Bits of exact_mem->called; sends and receives have one for each peer, ops one for each. */
+#define OP_BIT(name, ...) OP_##name,
+enum { CALLED_GATHER, CALLED_EXCHANGE, CALLED_SUM, CALLED_MAX, CALLED_SEND = 8, CALLED_RECV = 16, CALLED_OP = 24 };
+enum { EACH_OP(OP_BIT) OPS };
 static struct {
     const ql_backend *real;
     const ql_rank_state *me;
@@ -354,8 +357,8 @@ static struct {
 static void called(int what)
 {
     int phase = watched.me->phase;
-    if (phase == QL_AT_LOADING) exact_mem->called[watched.rank][0] |= 1u << what;
-    if (phase == QL_AT_STEP || phase == QL_AT_EVAL) exact_mem->called[watched.rank][1] |= 1u << what;
+    if (phase == QL_AT_LOADING) exact_mem->called[watched.rank][0] |= 1ull << what;
+    if (phase == QL_AT_STEP || phase == QL_AT_EVAL) exact_mem->called[watched.rank][1] |= 1ull << what;
 }
 
 static ql_status watch_open(ql_dev *d, const ql_comm_setup *s, ql_comm **out)
@@ -374,20 +377,30 @@ WATCH(all_max, CALLED_MAX, (ql_comm *c, ql_stream *s, ql_tensor x), (c, s, x))
 WATCH(send, CALLED_SEND + to, (ql_comm *c, ql_stream *s, ql_tensor x, int to), (c, s, x, to))
 WATCH(recv, CALLED_RECV + from, (ql_comm *c, ql_stream *s, ql_tensor x, int from), (c, s, x, from))
 
+#define WATCH_OP(name, params, args, ...) \
+    static ql_status watch_##name params { called(CALLED_OP + OP_##name); return watched.real->ops->name args; }
+EACH_OP(WATCH_OP)
+#define OP_NAME(name, ...) #name,
+static const char *const op_name[] = {EACH_OP(OP_NAME)};
+
 static const ql_backend *watching(int rank, const ql_backend *be)
 {
     static ql_backend mine;
     static ql_comm_table table;
+    static ql_ops ops;
     (void)rank;
     watched.real = be;
     table = *be->comm;
     table.open = watch_open, table.all_gather = watch_all_gather, table.all_to_all = watch_all_to_all, table.all_sum = watch_all_sum;
     table.all_max = watch_all_max, table.send = watch_send, table.recv = watch_recv;
-    mine = (ql_backend){be->name, be->dev, be->ops, &table};
+    ops = *be->ops;
+#define WATCHED(name, ...) ops.name = watch_##name;
+    EACH_OP(WATCHED)
+    mine = (ql_backend){be->name, be->dev, &ops, &table};
     return &mine;
 }
 
-TEST(no_collective_is_new_to_a_step)
+TEST(nothing_is_new_to_a_step)
 {
     CHECK_OK(exact_place());
     if (exact_on.devices == 1) NOT_RUN("one GPU");
@@ -403,8 +416,10 @@ TEST(no_collective_is_new_to_a_step)
         free(o.adapters);
         CHECK_OK(st);
         for (int r = 0; r < world; r++) {
-            uint32_t before = exact_mem->called[r][0], in = exact_mem->called[r][1];
-            CHECK_MSG(in && !(in & ~before), "%s: rank %d calls %x in steps and %x while loading", name, r, in, before);
+            uint64_t before = exact_mem->called[r][0], in = exact_mem->called[r][1], ops = in & ~before;
+            uint32_t some = (uint32_t)in & ((1u << CALLED_OP) - 1);
+            CHECK_MSG(some && !(some & ~before), "%s: rank %d calls %x in steps and %x while loading", name, r, some, (uint32_t)before & ((1u << CALLED_OP) - 1));
+            for (int i = 0; i < OPS; i++) CHECK_MSG(!(ops >> (CALLED_OP + i) & 1), "%s: rank %d calls %s first in a step", name, r, op_name[i]);
         }
     }
 }
@@ -441,7 +456,7 @@ TEST(product)
 
 static const test_entry tests[] = {T(every_pair_of_settings_gives_the_same_bits), T(runs_learn), T(odd_groups_are_exact_where_they_say_so),
                                    T(eight_ranks_are_exact), T(pipelines_are_exact), T(ranks_send_what_the_design_says),
-                                   T(stages_send_what_the_design_says), T(no_collective_is_new_to_a_step)};
+                                   T(stages_send_what_the_design_says), T(nothing_is_new_to_a_step)};
 static const test_entry all[] = {T(product)};
 
 int main(int argc, char **argv)
