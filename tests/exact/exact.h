@@ -85,6 +85,7 @@ static struct {
     json_t *command;
 } exact_now; /* what forked ranks inherit */
 static const ql_backend *(*exact_wrap)(int rank, const ql_backend *be); /* NULL, or another backend for a rank */
+static const ql_rank_state *exact_me;                                   /* where this rank stands */
 
 static inline void exact_describe(const exact_setting *s, char *buf, size_t size)
 {
@@ -157,6 +158,7 @@ static ql_status exact_train(ql_rank_process *p, ql_worker *w)
     ql_arena counted;
     ql_dev_memory dm;
     json_t *out = NULL;
+    exact_me = &p->setup.shared->rank[p->rank];
     if (exact_wrap) p->setup.be = exact_wrap(p->rank, p->setup.be);
     QL_TRY(ql_rank_open(&p->setup, &w->task->spec, &w->rank));
     m = w->rank->mem;
