@@ -352,7 +352,7 @@ static ql_status longest_batch(ql_rank *r)
     return st;
 }
 
-/* A device gets kernels, and cuBLAS its plan for a shape, when they are first called for, some milliseconds each. So a layer, the head and
+/* A GPU gets kernels, and cuBLAS its plan for a shape, when they are first called for, some milliseconds each. So a layer, the head and
  * the optimizer run once on the longest of micro-batches, all ranks together, and no step waits for that. What they work on are zeros
  * where nothing lies yet; what they leave is written anew before anybody reads it. */
 ql_status ql_exec_warm(ql_rank *r)
@@ -363,6 +363,7 @@ ql_status ql_exec_warm(ql_rank *r)
     int64_t layer = ql_max64(m->lo, train ? m->shape.first : 0);
     ql_action a = {.what = QL_DO_F, .layer = (int16_t)layer, .slot = 0};
     ql_tensor h = ql_mem_h(m, 0, layers), dh = train ? ql_mem_dh(m, 0, 0) : QL_NONE;
+    if (!dev->lazy) return QL_OK;
     QL_TRY(dev->set(r->compute, m->ctl, 0, (int64_t)sizeof *m->ctl));
     QL_TRY(dev->set(r->compute, m->adapters, 0, m->held * 4));
     if (layer < m->hi) {

@@ -118,7 +118,7 @@ void ql_rank_figures(const ql_rank_state *s, int64_t bytes[QL_CATS], ql_dev_memo
 void ql_rank_where(const ql_rank_state *s, char *buf, size_t size);
 void ql_rank_at(ql_rank *r, ql_phase phase);
 
-/* While loading, all ranks together: what a device gets at first use, it gets here. */
+/* While loading, all ranks together: what a lazy device gets at first use, it gets here. */
 ql_status ql_exec_warm(ql_rank *r);
 
 /* exec.c, shared with generate.c */

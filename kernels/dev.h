@@ -66,6 +66,8 @@ typedef struct {
     ql_status (*copy2d)(ql_stream *s, void *dst, int64_t dst_pitch, const void *src, int64_t src_pitch,
                         int64_t width_bytes, int64_t rows);
     ql_status (*set)(ql_stream *s, void *dst, int byte, int64_t bytes);
+
+    int lazy; /* 1: a kernel, and a library's plan for a shape, comes to the device when it is first called for */
 } ql_dev_table;
 
 /* ---- the host (host.c) --------------------------------------------------------------------------- */

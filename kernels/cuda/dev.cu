@@ -384,5 +384,5 @@ const ql_dev_table cu_dev_table = {
     dev_count,       dev_open,         dev_close,   dev_info, dev_memory,    dev_peer,        dev_alloc,
     dev_free,        dev_host_alloc,   dev_host_free, dev_pin, dev_unpin,    dev_stream_open, dev_stream_close,
     dev_sync,        dev_event_open,   dev_event_close, dev_record, dev_wait, dev_done,       dev_elapsed,
-    dev_copy,        dev_copy2d,       dev_set,
+    dev_copy,        dev_copy2d,       dev_set,     1,
 };

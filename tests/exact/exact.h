@@ -99,6 +99,16 @@ static inline void exact_describe(const exact_setting *s, char *buf, size_t size
              s->resume == 1 ? " resumed" : s->resume == 2 ? " resumed elsewhere" : "");
 }
 
+/* The processor has all its kernels at once; here it does as a GPU does while loading. */
+static inline const ql_backend *exact_lazy(const ql_backend *be)
+{
+    static ql_backend mine;
+    static ql_dev_table dev;
+    mine = *be, dev = *be->dev;
+    dev.lazy = 1, mine.dev = &dev;
+    return &mine;
+}
+
 static inline ql_status exact_place(void)
 {
     backend_place p = {0};
@@ -112,7 +122,7 @@ static inline ql_status exact_place(void)
         exact_on.devices = p.devices;
         exact_on.place.bf16 = p.info.bf16, exact_on.place.arch = p.info.arch;
     }
-    exact_on.be = be;
+    exact_on.be = exact_lazy(be);
     return QL_OK;
 }
 

@@ -144,7 +144,6 @@ static ql_status measure(ql_rank_process *p)
 {
     ql_rank *r = NULL;
     QL_TRY(ql_rank_open(&p->setup, spec, &r));
-    QL_TRY(ql_exec_warm(r)); /* what computing takes is no part of what loading does */
     found->open[p->rank] = figure("VmRSS");
     if (!peak_again()) QL_FAIL(QL_ENOSUP, "this system does not set VmHWM back");
     QL_TRY(ql_rank_load(r));
