@@ -352,6 +352,11 @@ static ql_status longest_batch(ql_rank *r)
     return st;
 }
 
+static ql_status clear(ql_rank *r, ql_tensor t)
+{
+    return dev_of(r)->set(r->compute, t.data, 0, t.rows * t.ld * (int64_t)ql_dtype_size(t.dtype));
+}
+
 /* A GPU gets kernels, and cuBLAS its plan for a shape, when they are first called for, some milliseconds each. So a layer, the head and
  * the optimizer run once on the longest of micro-batches, all ranks together, and no step waits for that. What they work on are zeros
  * where nothing lies yet; what they leave is written anew before anybody reads it. */
@@ -367,8 +372,7 @@ ql_status ql_exec_warm(ql_rank *r)
     QL_TRY(dev->set(r->compute, m->ctl, 0, (int64_t)sizeof *m->ctl));
     QL_TRY(dev->set(r->compute, m->adapters, 0, m->held * 4));
     if (layer < m->hi) {
-        ql_tensor in = ql_mem_h(m, 0, layer);
-        QL_TRY(dev->set(r->compute, in.data, 0, in.rows * in.ld * (int64_t)ql_dtype_size(in.dtype)));
+        QL_TRY(clear(r, ql_mem_h(m, 0, layer)));
         if (m->slot[0]) QL_TRY(dev->set(r->compute, m->slot[0], 0, m->blob[layer].parts * m->blob[layer].part_bytes));
     }
     QL_TRY(longest_batch(r));
@@ -377,11 +381,11 @@ ql_status ql_exec_warm(ql_rank *r)
     if (ql_mem_has_head(m) || m->head.world > 1) {
         ql_head_peers peers = {.be = r->set.be, .comm = r->comm};
         for (int i = 0; i < r->set.world; i++) peers.rows[i] = mb->index.cols;
-        QL_TRY(dev->set(r->compute, h.data, 0, h.rows * h.ld * (int64_t)ql_dtype_size(h.dtype)));
+        QL_TRY(clear(r, h));
         QL_TRY(ql_head_loss(&m->head, &m->shape, &r->q, m->head.world > 1 ? &peers : NULL, train ? QL_HEAD_GRAD : QL_HEAD_LOSS, mb,
                             ql_rows(h, 0, mb->rows), train ? ql_rows(dh, 0, mb->rows) : dh, ql_vec(m->losses, QL_F32, 1), m->ctl));
     } else if (train) {
-        QL_TRY(dev->set(r->compute, dh.data, 0, dh.rows * dh.ld * (int64_t)ql_dtype_size(dh.dtype)));
+        QL_TRY(clear(r, dh));
     }
     if (train) {
         QL_TRY(dev->set(r->compute, m->grad[0], 0, m->held * 4));

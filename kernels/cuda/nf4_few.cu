@@ -188,7 +188,7 @@ struct few_codes {
 };
 static __device__ __forceinline__ few_codes few_ask(const few &f)
 {
-    int entry = (int)threadIdx.x / 2 % 256;
+    int entry = (int)threadIdx.x / 2;
     few_codes c = {__ldg(f.w[0].code + (entry >> 4)), __ldg(f.w[0].code + (entry & 15))};
     return c;
 }
@@ -200,15 +200,6 @@ static __device__ __forceinline__ void few_tables(const few &f, const few_codes 
     uint4 *to = (uint4 *)(table + threadIdx.x / 2 * TABLE) + threadIdx.x % 2;
     for (int i = 0; i < 8; i += 2) to[i] = make_uint4(pair, pair, pair, pair);
     for (int i = (int)threadIdx.x; i < f.n * 256; i += THREADS) code2[i] = f.w[0].block2 ? __ldg(f.w[i / 256].code2 + i % 256) : 1;
-}
-
-/* The grid; tiles between two meetings: as many as there is room for, evenly. */
-static inline unsigned few_group(const ql_dev *d, few &f, size_t room, size_t fixed, size_t sums)
-{
-    int64_t grid = ql_min64(f.first[f.n], d->sms), tiles = ql_ceil_div(f.first[f.n], grid);
-    int64_t group = ql_min64(MOST, (int64_t)((room - fixed) / sums));
-    f.group = (int)ql_ceil_div(tiles, ql_ceil_div(tiles, group));
-    return (unsigned)grid;
 }
 
 /* Weights are read once: they need not stay in L1, and the row's next ones may come to L2 with these. One instruction, so that
@@ -377,6 +368,9 @@ ql_status cu_nf4_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_
     f.passes = (int)ql_ceil_div(pairs, HELD * WARPS), f.wide = (int)ql_min64(pairs, HELD * WARPS);
     auto kernel = a.dtype == QL_F16 ? (many ? pick<QL_F16, true> : pick<QL_F16, false>)(a.rows) : (many ? pick<QL_BF16, true> : pick<QL_BF16, false>)(a.rows);
     size_t fixed = (d->arch < 80 ? 128 : 256) * 256 + CODE2_BYTES, sums = a.rows > 4 ? (size_t)few_sums<true>::BYTES : (size_t)few_sums<false>::BYTES;
-    unsigned grid = few_group(d, f, CU_T4 ? 64 << 10 : d->prop.sharedMemPerBlockOptin, fixed, sums);
-    return cu_launch(q, "nf4_matmul", kernel, grid, THREADS, fixed + (size_t)f.group * sums, f);
+    size_t room = CU_T4 ? 64 << 10 : d->prop.sharedMemPerBlockOptin;
+    int64_t grid = ql_min64(f.first[n], d->sms), tiles = ql_ceil_div(f.first[n], grid);
+    int64_t most = ql_min64(MOST, (int64_t)((room - fixed) / sums));
+    f.group = (int)ql_ceil_div(tiles, ql_ceil_div(tiles, most)); /* meetings as rare as there is room for, evenly apart */
+    return cu_launch(q, "nf4_matmul", kernel, (unsigned)grid, THREADS, fixed + (size_t)f.group * sums, f);
 }
