@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # tests/cuda/sanitize.sh [BUILD]: compute-sanitizer over the op table and the attention kernels: memcheck, then racecheck. Each case of the
-# table once; attention up to 1,000 queries, for races up to 460. Racecheck leaves the products out: those kernels are cuBLAS's.
+# table once; attention up to 1,000 queries, for races up to 460.
 set -u
 cd "$(dirname "$0")/../.."
 . tests/cuda/env.sh
@@ -32,10 +32,19 @@ one() {    # name, seconds, tool's arguments -- program…
 
 one memcheck.ops 280 --tool memcheck "$t/ops_cuda" cuda --once
 one memcheck.attention 200 --tool memcheck "$t/attn_check" 1000
-# Nor does it follow barriers in another block's shared memory, where a cluster's blocks of
-# attn90_dkv meet. attn_check runs every gradient twice and demands the same bits.
-race="--tool racecheck --racecheck-report analysis --kernel-name-exclude kernel_substring=attn90_dkv"
-one racecheck.ops 280 $race "$t/ops_cuda" cuda --once not:matmul
-one racecheck.attention 280 $race "$t/attn_check" 460
+race="--tool racecheck --racecheck-report analysis"
+# Racecheck ends attn90_dkv, whose blocks form clusters, with an illegal address even if told to check no kernel at all. attn_check runs every
+# gradient twice and demands the same bits.
+hopper=
+case $(basename "$build")/$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1) in
+*t4/*) ;;
+*/9.0) hopper=1 ;;
+esac
+one racecheck.ops 280 $race "$t/ops_cuda" cuda --once ${hopper:+not:attention_dx}
+if [ -n "$hopper" ]; then
+    echo "# attention's gradients: NOT CHECKED for races, the tool does not survive them here; make sanitize T4=1 checks the portable ones"
+else
+    one racecheck.attention 280 $race "$t/attn_check" 460
+fi
 echo "$pass passed, $fail failed, 0 skipped"
 [ "$fail" -eq 0 ]

@@ -112,6 +112,9 @@ const op_case op_cases[] = {
     EACH("nf4_matmul", few, 64, 5120, 1, 0, 2 + 8 + 32 * 7),
     C("nf4_matmul", few, QL_BF16, QL_BF16, 80, 9216, 1, 0, 1),
     C("nf4_matmul", few, QL_BF16, QL_F32, 14400, 1024, 1, 0, 1 + 32 * 5),
+    C("nf4_matmul", few, QL_F16, QL_F16, 2160, 4224, 1, 0, 1 + 32 * 7),
+    /* one of three has codes of its own */
+    EACH("nf4_matmul", few, 48, 384, 1, 8, 1 + 8 + 32 * 3 + 512),
     EACH("nf4_quant", quant, 16, 64, 0, 0, 0),
     EACH("nf4_quant", quant, 17, 67, 0, 0, 1),
     EACH("nf4_quant", quant, 1, 1, 0, 0, 0),
