@@ -66,7 +66,8 @@ class Kernel:
             if during:
                 during(outputs)
 
-        reply = self.client.execute_interactive(code, timeout=timeout, output_hook=hook, store_history=True)
+        # After an error an old ipykernel drops, for a tenth of a second, what does not say that it shall be run.
+        reply = self.client.execute_interactive(code, timeout=timeout, output_hook=hook, store_history=True, stop_on_error=False)
         return reply["content"], outputs
 
     def value(self, expression):
