@@ -290,18 +290,38 @@ static ql_status put_float(double f, bool json, ql_str *out)
     return ql_str_printf(out, "%.*f", sig - 1 > exp10 ? sig - 1 - exp10 : 1, f);
 }
 
+/* What Python's repr() writes as its number: control and format characters, spaces but " ", and private ones. Those that no
+ * Unicode has named yet stay as they are: Pythons differ in them. */
+static bool is_hidden(uint32_t c)
+{
+    static const uint32_t ranges[][2] = {
+        {0x7f, 0x9f},       {0xad, 0xad},       {0x600, 0x605},     {0x61c, 0x61c},     {0x6dd, 0x6dd},     {0x70f, 0x70f},
+        {0x890, 0x891},     {0x8e2, 0x8e2},     {0x180e, 0x180e},   {0x200b, 0x200f},   {0x202a, 0x202e},   {0x2060, 0x206f},
+        {0xe000, 0xf8ff},   {0xfeff, 0xfeff},   {0xfff9, 0xfffb},   {0x110bd, 0x110bd}, {0x110cd, 0x110cd}, {0x13430, 0x1343f},
+        {0x1bca0, 0x1bca3}, {0x1d173, 0x1d17a}, {0xe0000, 0xe00ff}, {0xe01f0, 0x10ffff}};
+    if (c < 0x7f) return c < 32;
+    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++)
+        if (c >= ranges[i][0] && c <= ranges[i][1]) return true;
+    return (ql_uni(c) & QL_UNI_CLASS) == QL_UNI_SPACE;
+}
+
+static ql_status put_repr_char(const char *p, int *len, char quote, ql_str *out)
+{
+    uint32_t c = ql_utf8_get((const unsigned char *)p, len);
+    if (c == (unsigned char)quote || c == '\\') return ql_str_printf(out, "\\%c", (int)c);
+    if (c == '\n' || c == '\r' || c == '\t') return ql_str_printf(out, "\\%c", c == '\n' ? 'n' : c == '\r' ? 'r' : 't');
+    if (!is_hidden(c)) return ql_str_add(out, p, (size_t)*len);
+    return ql_str_printf(out, c < 0x100 ? "\\x%02x" : c < 0x10000 ? "\\u%04x" : "\\U%08x", c);
+}
+
 static ql_status put_repr(jtext s, ql_str *out)
 {
     char quote = memchr(s.p, '\'', s.n) && !memchr(s.p, '"', s.n) ? '"' : '\'';
     QL_TRY(ql_str_add(out, &quote, 1));
-    for (size_t i = 0; i < s.n; i++) {
-        unsigned char c = (unsigned char)s.p[i];
-        if (c == quote || c == '\\') QL_TRY(ql_str_printf(out, "\\%c", c));
-        else if (c == '\n') QL_TRY(ql_str_puts(out, "\\n"));
-        else if (c == '\r') QL_TRY(ql_str_puts(out, "\\r"));
-        else if (c == '\t') QL_TRY(ql_str_puts(out, "\\t"));
-        else if (c < 32 || c == 127) QL_TRY(ql_str_printf(out, "\\x%02x", c));
-        else QL_TRY(ql_str_add(out, (const char *)&c, 1));
+    for (size_t i = 0; i < s.n;) {
+        int len;
+        QL_TRY(put_repr_char(s.p + i, &len, quote, out));
+        i += (size_t)len;
     }
     return ql_str_add(out, &quote, 1);
 }

@@ -146,6 +146,27 @@ TEST(runaway_templates_end)
     ql_str_free(&s);
 }
 
+/* Expected: CPython 3.11's print([s]). */
+TEST(what_python_does_not_print_is_escaped)
+{
+    static const char *const pairs[][2] = {
+        {"\xf0\x9f\x91\xa8\xe2\x80\x8d\xf0\x9f\x91\xa9", "['\xf0\x9f\x91\xa8\\u200d\xf0\x9f\x91\xa9']"}, /* a family of emoji */
+        {"a\xc2\xa0" "b\xc2\xad\xc2\x85", "['a\\xa0b\\xad\\x85']"},
+        {"\xe3\x80\x80\xe2\x80\xa8\xef\xbb\xbf\xee\x80\x80", "['\\u3000\\u2028\\ufeff\\ue000']"},
+        {"\xf3\xa0\x80\x81\xf3\xa0\x84\x80\xf4\x8f\xbf\xbf", "['\\U000e0001\xf3\xa0\x84\x80\\U0010ffff']"},
+        {"\xc3\xa9 \xe6\x97\xa5'\\\n\x01\x7f", "[\"\xc3\xa9 \xe6\x97\xa5'\\\\\\n\\x01\\x7f\"]"},
+    };
+    ql_str s = {0};
+    for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++) {
+        json_t *c = json_pack("{s:[s]}", "x", pairs[i][0]);
+        char *text = json_dumps(c, 0);
+        CHECK_OK(try("{{ x }}", text, &s));
+        CHECK_STR(s.data, pairs[i][1]);
+        free(text), json_decref(c);
+    }
+    ql_str_free(&s);
+}
+
 /* Without marks, spans come from rendering prefixes. */
 TEST(spans_by_prefixes)
 {
@@ -252,5 +273,5 @@ TEST(builtin_templates)
 }
 
 TEST_MAIN(T(templates_render_as_jinja2_does), T(what_is_not_supported_is_named_with_its_line),
-          T(mistakes_are_found), T(runaway_templates_end), T(spans_by_prefixes), T(spans_of_published_templates),
-          T(builtin_templates))
+          T(mistakes_are_found), T(runaway_templates_end), T(what_python_does_not_print_is_escaped), T(spans_by_prefixes),
+          T(spans_of_published_templates), T(builtin_templates))
