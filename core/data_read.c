@@ -450,7 +450,6 @@ static ql_status parse_row(const source *s, size_t number, const char *p, const 
     ql_str good = {0}, plain = {0};
     size_t n = (size_t)(end - p), flags = JSON_ALLOW_NUL | JSON_DECODE_ANY;
     ql_status st = QL_OK;
-    if (s->format != QL_FILE_JSONL) flags |= JSON_DISABLE_EOF_CHECK;
     if (ql_utf8_valid(p, n) < n) {
         QL_GO(ql_utf8_repair(p, n, &good));
         p = good.data, n = good.len;

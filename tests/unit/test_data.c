@@ -105,6 +105,17 @@ TEST(formats_are_read)
     ql_table_close(t);
 }
 
+TEST(a_comma_that_is_missing_is_told)
+{
+    ql_table *t = NULL;
+    json_t *row = NULL;
+    CHECK_OK(open_one(file("comma.json", "[{\"text\":\"a\"}\n{\"text\":\"b\"} ,\n{\"text\":\"c\"}\n]\n"), NULL, &t));
+    CHECK_INT(ql_table_count(t), 2);
+    CHECK_FAILS(ql_table_get(t, 0, &row), QL_EINVAL, "comma.json, row 1: end of file expected near '{'");
+    CHECK_STR(cell(t, 1, "text"), "c");
+    ql_table_close(t);
+}
+
 TEST(splits_globs_and_folders)
 {
     ql_table *t = NULL;
@@ -528,6 +539,6 @@ TEST(clean_up)
     CHECK(!dir[0] || system(cmd) == 0);
 }
 
-TEST_MAIN(T(formats_are_read), T(splits_globs_and_folders), T(rows_are_pushed_by_a_front_end),
+TEST_MAIN(T(formats_are_read), T(a_comma_that_is_missing_is_told), T(splits_globs_and_folders), T(rows_are_pushed_by_a_front_end),
           T(rows_become_masked_ids), T(rows_become_masked_pieces), T(many_turns_of_plain_text), T(causes_are_named), T(tokenised_in_a_thread_and_cached), T(the_first_row_with_something_in_it_counts), T(the_cache_goes_by_content),
           T(pad_may_be_eos), T(long_samples_are_split_when_asked), T(clean_up))
