@@ -117,6 +117,76 @@ static ql_status index_array(ql_table *r, const source *s, const char *p, bool w
     return QL_OK;
 }
 
+static bool fits_64_bits(const char *p, const char *end)
+{
+    char digits[24];
+    size_t n = (size_t)(end - p);
+    if (n >= sizeof digits) return false;
+    memcpy(digits, p, n), digits[n] = 0, errno = 0;
+    (void)strtoll(digits, NULL, 10);
+    return !errno;
+}
+
+/* Behind the string or number at p. *too_long: an integer beyond 64 bits. */
+static const char *skip_scalar(const char *p, const char *end, bool *too_long)
+{
+    const char *q = p + 1;
+    bool number = *p == '-' || (*p >= '0' && *p <= '9'), whole = true;
+    if (*p == '"') {
+        for (; q < end && *q != '"'; q++) q += *q == '\\';
+        return q < end ? q + 1 : end;
+    }
+    for (; number && q < end && ((*q >= '0' && *q <= '9') || memchr(".eE+-", *q, 5)); q++) whole &= *q >= '0' && *q <= '9';
+    *too_long = number && whole && !fits_64_bits(p, q);
+    return q;
+}
+
+/* What Python writes and JSON does not have here: NaN and Infinity become null, integers beyond 64 bits reals. */
+static ql_status plain_json(const char *p, size_t n, ql_str *out)
+{
+    static const char *const words[] = {"NaN", "-Infinity", "Infinity"};
+    const char *end = p + n, *from = p, *next;
+    for (; p < end; p = next) {
+        bool too_long = false, word = false;
+        for (int k = 0; k < 3 && !word; k++) {
+            size_t len = strlen(words[k]);
+            word = (size_t)(end - p) >= len && memcmp(p, words[k], len) == 0;
+            next = p + len;
+        }
+        if (!word) next = skip_scalar(p, end, &too_long);
+        if (!word && !too_long) continue;
+        const char *stop = word ? p : next;
+        QL_TRY(ql_str_add(out, from, (size_t)(stop - from)));
+        QL_TRY(ql_str_puts(out, word ? "null" : ".0"));
+        from = next;
+    }
+    return from < end ? ql_str_add(out, from, (size_t)(end - from)) : QL_OK;
+}
+
+static ql_status parse_row(const source *s, size_t number, const char *p, const char *end, json_t **out)
+{
+    json_error_t err;
+    ql_str good = {0}, plain = {0};
+    size_t n = (size_t)(end - p), flags = JSON_ALLOW_NUL | JSON_DECODE_ANY;
+    ql_status st = QL_OK;
+    if (ql_utf8_valid(p, n) < n) {
+        QL_GO(ql_utf8_repair(p, n, &good));
+        p = good.data, n = good.len;
+    }
+    json_t *v = json_loadb(p, n, flags, &err);
+    if (!v && (json_error_code(&err) == json_error_numeric_overflow || json_error_code(&err) == json_error_invalid_syntax)) {
+        QL_GO(plain_json(p, n, &plain));
+        if (plain.len) v = json_loadb(plain.data, plain.len, flags, &err);
+    }
+    if (!v) QL_GO(ql_fail(QL_EINVAL, "%s, row %zu: %s", ql_base_name(s->path), number, err.text));
+    if (json_is_string(v)) v = json_pack("{s:o}", "text", v); /* as in a list of Python's */
+    if (json_is_object(v)) *out = v;
+    else json_decref(v), st = ql_fail(QL_EINVAL, "%s, row %zu: not an object", ql_base_name(s->path), number);
+out:
+    ql_str_free(&good), ql_str_free(&plain);
+    return st;
+}
+
 /* A .json file: an array of rows, one of them under "data", "train" or "rows", or lines after all. */
 static ql_status index_json(ql_table *r, source *s)
 {
@@ -423,52 +493,6 @@ int64_t ql_table_count(const ql_table *r)
 size_t ql_table_memory(const ql_table *r)
 {
     return r->cap * sizeof *r->row;
-}
-
-/* Python writes NaN and Infinity, which JSON does not have: null instead. */
-static ql_status without_nan(const char *p, size_t n, ql_str *out)
-{
-    static const char *const words[] = {"NaN", "-Infinity", "Infinity"};
-    const char *end = p + n, *from = p;
-    for (; p < end; p++) {
-        size_t len = 0;
-        if (*p == '"')
-            for (p++; p < end && *p != '"'; p++) p += *p == '\\';
-        for (int k = 0; k < 3 && !len; k++)
-            if (end - p >= (ptrdiff_t)strlen(words[k]) && memcmp(p, words[k], strlen(words[k])) == 0) len = strlen(words[k]);
-        if (!len) continue;
-        QL_TRY(ql_str_add(out, from, (size_t)(p - from)));
-        QL_TRY(ql_str_puts(out, "null"));
-        from = p + len, p = from - 1;
-    }
-    return from < end ? ql_str_add(out, from, (size_t)(end - from)) : QL_OK;
-}
-
-static ql_status parse_row(const source *s, size_t number, const char *p, const char *end, json_t **out)
-{
-    json_error_t err;
-    ql_str good = {0}, plain = {0};
-    size_t n = (size_t)(end - p), flags = JSON_ALLOW_NUL | JSON_DECODE_ANY;
-    ql_status st = QL_OK;
-    if (ql_utf8_valid(p, n) < n) {
-        QL_GO(ql_utf8_repair(p, n, &good));
-        p = good.data, n = good.len;
-    }
-    json_t *v = json_loadb(p, n, flags, &err);
-    /* Integers beyond 64 bits are no reason to lose a row. */
-    if (!v && json_error_code(&err) == json_error_numeric_overflow)
-        v = json_loadb(p, n, flags | JSON_DECODE_INT_AS_REAL, &err);
-    if (!v && json_error_code(&err) == json_error_invalid_syntax) {
-        QL_GO(without_nan(p, n, &plain));
-        if (plain.len) v = json_loadb(plain.data, plain.len, flags, &err);
-    }
-    if (!v) QL_GO(ql_fail(QL_EINVAL, "%s, row %zu: %s", ql_base_name(s->path), number, err.text));
-    if (json_is_string(v)) v = json_pack("{s:o}", "text", v); /* as in a list of Python's */
-    if (json_is_object(v)) *out = v;
-    else json_decref(v), st = ql_fail(QL_EINVAL, "%s, row %zu: not an object", ql_base_name(s->path), number);
-out:
-    ql_str_free(&good), ql_str_free(&plain);
-    return st;
 }
 
 static ql_status csv_row(const source *s, size_t number, const char *p, const char *end, json_t **out)

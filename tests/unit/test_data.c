@@ -116,6 +116,24 @@ TEST(a_comma_that_is_missing_is_told)
     ql_table_close(t);
 }
 
+TEST(long_integers_change_nothing_else)
+{
+    ql_table *t = NULL;
+    json_t *row = NULL;
+    CHECK_OK(open_one(file("long.jsonl", "{\"x\":18446744073709551615,\"k\":3,\"y\":NaN}\n{\"y\":[NaN,-99999999999999999999],\"k\":3}\n"
+                                         "{\"k\":-9223372036854775808,\"t\":\"18446744073709551615\",\"x\":[12345678901234567890]}\n"), NULL, &t));
+    for (int i = 0; i < 3; i++) {
+        CHECK_OK(ql_table_get(t, i, &row));
+        CHECK(json_is_integer(json_object_get(row, "k")));
+        CHECK_INT(json_integer_value(json_object_get(row, "k")), i < 2 ? 3 : INT64_MIN);
+        json_decref(row);
+    }
+    CHECK_STR(cell(t, 2, "t"), "18446744073709551615");
+    CHECK_OK(ql_table_get(t, 0, &row));
+    CHECK(json_real_value(json_object_get(row, "x")) == 18446744073709551616.0);
+    json_decref(row), ql_table_close(t);
+}
+
 TEST(splits_globs_and_folders)
 {
     ql_table *t = NULL;
@@ -539,6 +557,6 @@ TEST(clean_up)
     CHECK(!dir[0] || system(cmd) == 0);
 }
 
-TEST_MAIN(T(formats_are_read), T(a_comma_that_is_missing_is_told), T(splits_globs_and_folders), T(rows_are_pushed_by_a_front_end),
+TEST_MAIN(T(formats_are_read), T(a_comma_that_is_missing_is_told), T(long_integers_change_nothing_else), T(splits_globs_and_folders), T(rows_are_pushed_by_a_front_end),
           T(rows_become_masked_ids), T(rows_become_masked_pieces), T(many_turns_of_plain_text), T(causes_are_named), T(tokenised_in_a_thread_and_cached), T(the_first_row_with_something_in_it_counts), T(the_cache_goes_by_content),
           T(pad_may_be_eos), T(long_samples_are_split_when_asked), T(clean_up))
