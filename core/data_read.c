@@ -187,26 +187,39 @@ out:
     return st;
 }
 
+static const char *const row_keys[] = {"data", "train", "rows"};
+
+/* An object that is no row itself: the rows are in it. */
+static bool holds_rows(const json_t *v)
+{
+    bool found = false;
+    for (int k = 0; k < 3; k++) {
+        const json_t *one = json_array_get(json_object_get(v, row_keys[k]), 0);
+        found |= json_is_object(one) || json_is_string(one);
+    }
+    return found;
+}
+
 /* A .json file: an array of rows, one of them under "data", "train" or "rows", or lines after all. */
 static ql_status index_json(ql_table *r, source *s)
 {
     const char *end = s->map + s->size, *p = skip_space(behind_mark(s), end);
-    json_error_t err;
     if (p < end && *p == '[') return index_array(r, s, p, true);
     const char *line = memchr(p, '\n', (size_t)(end - p));
-    json_t *first = json_loadb(p, (size_t)((line ? line : end) - p), JSON_ALLOW_NUL, &err);
-    if (first && (line || !json_is_array(json_object_get(first, "data")))) {
-        json_decref(first);
+    json_t *first = NULL;
+    if (parse_row(s, 1, p, line ? line : end, &first) != QL_OK) ql_error_clear();
+    bool rows = first && ((line && skip_space(line, end) < end) || !holds_rows(first));
+    json_decref(first);
+    if (rows) {
         s->format = QL_FILE_JSONL;
         return index_lines(r, s);
     }
-    json_decref(first);
-    static const char *const keys[] = {"\"data\"", "\"train\"", "\"rows\""};
     for (const char *q = p < end ? skip_space(p + 1, end) : end; q < end && *q == '"';) {
         const char *e = skip_value(q, end), *colon = NULL;
-        for (int k = 0; k < 3; k++)
-            if ((size_t)(end - q) > strlen(keys[k]) && memcmp(q, keys[k], strlen(keys[k])) == 0)
-                colon = skip_space(q + strlen(keys[k]), end);
+        for (int k = 0; k < 3; k++) {
+            size_t n = strlen(row_keys[k]);
+            if ((size_t)(end - q) > n + 2 && memcmp(q + 1, row_keys[k], n) == 0 && q[n + 1] == '"') colon = skip_space(q + n + 2, end);
+        }
         if (colon && colon < end && *colon == ':') {
             colon = skip_space(colon + 1, end);
             if (colon < end && *colon == '[') return index_array(r, s, colon, false);

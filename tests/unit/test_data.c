@@ -134,6 +134,21 @@ TEST(long_integers_change_nothing_else)
     json_decref(row), ql_table_close(t);
 }
 
+TEST(a_json_file_of_one_line_or_of_lines)
+{
+    static const char *const texts[] = {
+        "{\"text\":\"a\",\"score\":NaN}\n{\"text\":\"b\",\"score\":1}\n", "{\"text\":\"a\xff\"}\n{\"text\":\"b\"}\n",
+        "{\"version\":1,\"train\":[{\"text\":\"a\"},{\"text\":\"b\"}]}", "{\"data\":[{\"text\":\"a\"},{\"text\":\"b\"}]}\n",
+        "{\"train\":[{}],\"text\":\"a\"}\n{\"text\":\"b\"}\n", "{\"rows\":[\"a\",\"b\"]}"};
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        ql_table *t = NULL;
+        CHECK_OK(open_one(file("line.json", texts[i]), NULL, &t));
+        CHECK_INT(ql_table_count(t), 2);
+        CHECK_STR(cell(t, 1, "text"), "b");
+        ql_table_close(t);
+    }
+}
+
 TEST(splits_globs_and_folders)
 {
     ql_table *t = NULL;
@@ -557,6 +572,7 @@ TEST(clean_up)
     CHECK(!dir[0] || system(cmd) == 0);
 }
 
-TEST_MAIN(T(formats_are_read), T(a_comma_that_is_missing_is_told), T(long_integers_change_nothing_else), T(splits_globs_and_folders), T(rows_are_pushed_by_a_front_end),
+TEST_MAIN(T(formats_are_read), T(a_comma_that_is_missing_is_told), T(long_integers_change_nothing_else),
+          T(a_json_file_of_one_line_or_of_lines), T(splits_globs_and_folders), T(rows_are_pushed_by_a_front_end),
           T(rows_become_masked_ids), T(rows_become_masked_pieces), T(many_turns_of_plain_text), T(causes_are_named), T(tokenised_in_a_thread_and_cached), T(the_first_row_with_something_in_it_counts), T(the_cache_goes_by_content),
           T(pad_may_be_eos), T(long_samples_are_split_when_asked), T(clean_up))
