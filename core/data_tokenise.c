@@ -47,7 +47,7 @@ static ql_status choose_path(ql_tokenising *t)
         return QL_OK;
     }
     QL_TRY(ql_table_hash(t->rows, h));
-    enum { RULES = 4 }; /* changes when the same row becomes other tokens or another mask, or more is told about them */
+    enum { RULES = 5 }; /* changes when the same row becomes other tokens or another mask, or more is told about them */
     int64_t numbers[] = {RULES, t->o.packing == QL_PACK_WRAPPED ? 0 : t->o.max_length, t->o.packing == QL_PACK_BFD_SPLIT, t->o.loss_on, (int64_t)ql_tok_hash(t->tok)};
     for (int k = 0; k < 2; k++) {
         h[k] = ql_hash(h[k], numbers, sizeof numbers);
