@@ -499,22 +499,22 @@ static ql_status run_with(jrun *r, const jnode *n, flow *f)
     return QL_OK;
 }
 
-/* What the body writes, through the filters. */
+/* What the body writes, through the filters. What it sets stays inside. */
 static ql_status filtered(jrun *r, const jnode *n, jvalue *out)
 {
+    jscope *saved = r->scope;
+    QL_TRY(push_scope(r, saved));
     QL_TRY(capture(r, n->b, out));
-    if (!n->c) return QL_OK;
     r->caught = *out;
-    return eval(r, n->c, out);
+    if (n->c) QL_TRY(eval(r, n->c, out));
+    r->scope = saved;
+    return QL_OK;
 }
 
 static ql_status run_filter_block(jrun *r, const jnode *n)
 {
-    jscope *saved = r->scope;
     jvalue v;
-    QL_TRY(push_scope(r, saved));
     QL_TRY(filtered(r, n, &v));
-    r->scope = saved;
     return ql_jstring(r, &v, false, 0, r->out);
 }
 

@@ -167,6 +167,16 @@ TEST(what_python_does_not_print_is_escaped)
     ql_str_free(&s);
 }
 
+TEST(what_a_set_block_sets_stays_inside)
+{
+    ql_str s = {0};
+    CHECK_OK(try("{% set x = 1 %}{% set y %}{% set x = 2 %}{{ x }}{% endset %}{{ x }}{{ y }}", "{}", &s));
+    CHECK_STR(s.data, "12");
+    CHECK_OK(try("{% set y | replace('a', z) %}{% set z = 'b' %}a{% endset %}{{ y }}{{ z is defined }}", "{}", &s));
+    CHECK_STR(s.data, "bFalse");
+    ql_str_free(&s);
+}
+
 /* Without marks, spans come from rendering prefixes. */
 TEST(spans_by_prefixes)
 {
@@ -273,5 +283,6 @@ TEST(builtin_templates)
 }
 
 TEST_MAIN(T(templates_render_as_jinja2_does), T(what_is_not_supported_is_named_with_its_line),
-          T(mistakes_are_found), T(runaway_templates_end), T(what_python_does_not_print_is_escaped), T(spans_by_prefixes),
+          T(mistakes_are_found), T(runaway_templates_end), T(what_python_does_not_print_is_escaped),
+          T(what_a_set_block_sets_stays_inside), T(spans_by_prefixes),
           T(spans_of_published_templates), T(builtin_templates))
