@@ -388,24 +388,31 @@ static const char *find_template(const json_t *config)
     return NULL;
 }
 
+static void read_names(ql_tok *t, const json_t *config)
+{
+    ql_tok_names *n = &t->names;
+    read_name(t, config, "bos_token", &n->bos_token, &n->bos);
+    read_name(t, config, "eos_token", &n->eos_token, &n->eos);
+    read_name(t, config, "pad_token", &n->pad_token, &n->pad);
+    read_name(t, config, "unk_token", &n->unk_token, &n->unk);
+}
+
 static ql_status read_config(ql_tok *t, const char *folder)
 {
     static const char *const files[] = {"tokenizer_config.json", "special_tokens_map.json"};
+    json_t *c[2] = {NULL, NULL};
     ql_tok_names *n = &t->names;
     ql_str jinja = {0};
     t->config = json_array();
     if (!t->config) QL_FAIL(QL_ENOMEM, "no memory for %s", files[0]);
     for (int i = 0; i < 2; i++) {
-        json_t *c;
-        QL_TRY(read_json(folder, files[i], &c));
-        if (!c) continue;
-        if (json_array_append_new(t->config, c)) QL_FAIL(QL_ENOMEM, "no memory for %s", files[i]);
-        read_name(t, c, "bos_token", &n->bos_token, &n->bos);
-        read_name(t, c, "eos_token", &n->eos_token, &n->eos);
-        read_name(t, c, "pad_token", &n->pad_token, &n->pad);
-        read_name(t, c, "unk_token", &n->unk_token, &n->unk);
-        if (i == 0) n->chat_template = find_template(c);
+        QL_TRY(read_json(folder, files[i], &c[i]));
+        if (c[i] && json_array_append_new(t->config, c[i])) QL_FAIL(QL_ENOMEM, "no memory for %s", files[i]);
     }
+    /* As transformers has it: the map wins over a tokenizer_config.json from before there was added_tokens_decoder. */
+    int first = !json_object_get(c[0], "added_tokens_decoder");
+    read_names(t, c[first]), read_names(t, c[!first]);
+    n->chat_template = find_template(c[0]);
     ql_status st = read_file(folder, "chat_template.jinja", &jinja); /* wins over the config */
     if (jinja.data) n->chat_template = t->jinja = jinja.data;
     return st;

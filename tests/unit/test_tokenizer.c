@@ -3,6 +3,7 @@
 #include "core/tokenizer.h"
 #include "tests/test.h"
 #include "tests/text/gen.h"
+#include "tests/tmp.h"
 
 #define DATA "tests/text/data/"
 
@@ -379,6 +380,30 @@ TEST(names_come_from_the_configuration)
     ql_tok_close(t);
 }
 
+/* Expected: AutoTokenizer's, but for what it has no name for. */
+TEST(which_file_names_the_tokens)
+{
+    static const struct {
+        const char *config, *eos, *pad;
+    } all[] = {{"{\"eos_token\":\"</s>\",\"pad_token\":\"<unk>\"}", "<|im_end|>", "<unk>"},
+               {"{\"eos_token\":\"</s>\",\"added_tokens_decoder\":{}}", "</s>", "<s>"}, {NULL, "<|im_end|>", "<s>"}};
+    for (int i = 0; i < 3; i++) {
+        const char *dir = tmp_dir("names");
+        char *tokenizer = NULL;
+        size_t n;
+        ql_tok *t = NULL;
+        CHECK_OK(ql_file_read(DATA "llama2/tokenizer.json", 1 << 20, &tokenizer, &n));
+        tmp_text(dir, "tokenizer.json", tokenizer);
+        tmp_text(dir, "special_tokens_map.json", i ? "{\"eos_token\":\"<|im_end|>\",\"pad_token\":\"<s>\"}" : "{\"eos_token\":{\"content\":\"<|im_end|>\"}}");
+        if (all[i].config) tmp_text(dir, "tokenizer_config.json", all[i].config);
+        CHECK_OK(ql_tok_open(dir, &t));
+        CHECK_STR(ql_tok_info(t)->eos_token, all[i].eos);
+        CHECK_INT(ql_tok_info(t)->eos, ql_tok_find(t, all[i].eos));
+        CHECK_STR(ql_tok_info(t)->pad_token, all[i].pad);
+        ql_tok_close(t), free(tokenizer);
+    }
+}
+
 /* Of tokenizer, model and generation_config.json together, each once. */
 TEST(what_ends_an_answer)
 {
@@ -399,4 +424,4 @@ TEST_MAIN(T(ids_equal_the_library_llama), T(ids_equal_the_library_qwen),
           T(ids_equal_the_library_always), T(ids_equal_the_library_never), T(chats_equal_the_library_mistral), T(ends_of_pieces),
           T(what_is_not_supported_over_pieces_is_named), T(pieces_that_come_token_by_token), T(a_very_long_text_over_pieces), T(what_is_not_supported_is_named),
           T(broken_files_are_refused), T(white_space_is_taken_once), T(text_that_comes_token_by_token), T(a_very_long_word), T(names_come_from_the_configuration),
-          T(what_ends_an_answer))
+          T(which_file_names_the_tokens), T(what_ends_an_answer))
