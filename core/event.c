@@ -7,12 +7,13 @@
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { QUEUE_DEFAULT = 8 << 20, DEADLINE_DEFAULT = 30000, READ_CHUNK = 65536 };
+enum { QUEUE_DEFAULT = 8 << 20, DEADLINE_DEFAULT = 30000, READ_CHUNK = 65536, LOCK_WAIT = 5000 };
 
 static double now(void)
 {
@@ -154,7 +155,10 @@ static char *line_of(ql_events *e, const char *name, json_t *fields)
 
 static void drop_log(ql_events *e)
 {
-    if (e->log_fd >= 0) close(e->log_fd);
+    if (e->log_fd >= 0) {
+        flock(e->log_fd, LOCK_UN); /* ranks that were forked meanwhile hold the file open */
+        close(e->log_fd);
+    }
     e->log_fd = -1;
     free(e->log_path);
     e->log_path = NULL;
@@ -190,17 +194,33 @@ ql_status ql_events_flush(ql_events *e, int timeout_ms, size_t *left)
     return st;
 }
 
+/* One writer: two that train in one folder take each other's checkpoints away. An engine whose front end has just gone may need a
+ * moment to leave; a file system without locks has none. */
+static ql_status lock_log(int fd, const char *path)
+{
+    double end = now() + LOCK_WAIT * 1e-3;
+    while (flock(fd, LOCK_EX | LOCK_NB) != 0 && (errno == EWOULDBLOCK || errno == EINTR)) {
+        if (now() > end)
+            QL_FAIL(QL_EINVAL, "%s is being written by another process: this run is trained or resumed elsewhere (another notebook or terminal); "
+                               "stop it there first", path);
+        poll(NULL, 0, 50);
+    }
+    return QL_OK;
+}
+
 ql_status ql_events_log(ql_events *e, const char *path)
 {
     char last = '\n';
     int fd;
     char *copy;
-    if (!path) {
-        drop_log(e);
-        return QL_OK;
-    }
+    drop_log(e);
+    if (!path) return QL_OK;
     fd = open(path, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (fd < 0) QL_FAIL(QL_EIO, "%s cannot be opened: %s", path, strerror(errno));
+    if (lock_log(fd, path) != QL_OK) {
+        close(fd);
+        return ql_error_code();
+    }
     copy = strdup(path);
     off_t size = lseek(fd, 0, SEEK_END);
     if (size > 0 && pread(fd, &last, 1, size - 1) != 1) last = '\n';
@@ -210,7 +230,6 @@ ql_status ql_events_log(ql_events *e, const char *path)
         close(fd);
         QL_FAIL(st, "%s cannot be written", path);
     }
-    drop_log(e);
     e->log_fd = fd;
     e->log_path = copy;
     return QL_OK;

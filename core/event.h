@@ -19,7 +19,7 @@ typedef struct {
 
 ql_status ql_events_open(const ql_events_setup *set, ql_events **out) QL_MUST_USE;
 void ql_events_close(ql_events *e); /* what still waits is offered once more, without waiting */
-/* From now on every line goes to this file too, at its end; NULL: no longer. */
+/* From now on every line goes to this file too, at its end; NULL: no longer. QL_EINVAL: another process writes it. */
 ql_status ql_events_log(ql_events *e, const char *path) QL_MUST_USE;
 
 /* Sends {"ev":name, "t":seconds since open, fields…}; takes over fields (NULL: none). Does not wait while the queue has room.

@@ -215,6 +215,31 @@ TEST(events_are_kept_in_a_file)
     ql_events_close(e);
 }
 
+/* A run has one writer; ranks that were forked meanwhile keep nobody out afterwards. */
+TEST(a_file_of_events_has_one_writer)
+{
+    const char *path = tmp_path("locked.jsonl");
+    int status, gone[2];
+    CHECK(pipe(gone) == 0);
+    ql_events *e = writer(-1, 0, 0), *other = writer(-1, 0, 0);
+    CHECK_OK(ql_events_log(e, path));
+    CHECK_FAILS(ql_events_log(other, path), QL_EINVAL, "another process");
+    pid_t pid = fork();
+    if (pid == 0) {
+        char c;
+        close(gone[1]);
+        _exit(read(gone[0], &c, 1) != 0);
+    }
+    CHECK_OK(ql_events_log(e, path)); /* anew */
+    CHECK_OK(ql_events_log(e, NULL));
+    CHECK_OK(ql_events_log(other, path));
+    ql_events_close(other);
+    ql_events_close(e);
+    close(gone[0]);
+    close(gone[1]);
+    CHECK(waitpid(pid, &status, 0) == pid && WIFEXITED(status));
+}
+
 /* A full disk ends the file, not the run: the reader gets a warning and every further event. */
 TEST(a_full_disk_is_a_warning)
 {
@@ -254,4 +279,5 @@ TEST(a_full_disk_is_a_warning)
 }
 
 TEST_MAIN(T(lines_arrive_whole_and_in_order), T(a_dead_reader_does_not_stop_us), T(a_slow_reader_gets_everything), T(numbers_that_json_lacks),
-          T(bad_lines_are_skipped_with_an_error), T(a_line_without_end), T(events_are_kept_in_a_file), T(a_full_disk_is_a_warning))
+          T(bad_lines_are_skipped_with_an_error), T(a_line_without_end), T(events_are_kept_in_a_file), T(a_file_of_events_has_one_writer),
+          T(a_full_disk_is_a_warning))
