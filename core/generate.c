@@ -22,7 +22,7 @@ static ql_status number(const json_t *command, const char *name, double least, d
     *out = otherwise;
     if (!v || json_is_null(v)) return QL_OK;
     if (!json_is_number(v) || !(json_number_value(v) >= least && json_number_value(v) <= most))
-        QL_FAIL(QL_EINVAL, "generate: %s must be a number from %g to %g", name, least, most);
+        QL_FAIL(QL_EINVAL, "generate: %s must be a number from %.12g to %.12g, found %s", name, least, most, ql_json_show(v));
     *out = json_number_value(v);
     return QL_OK;
 }

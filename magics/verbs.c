@@ -276,24 +276,38 @@ static ql_status unknown_choice(const ql_option *o, const char *text)
     return st;
 }
 
+/* A word that says yes or no: 1 or 0; else −1. */
+static int truth_word(const char *s)
+{
+    static const char *const words[] = {"false", "no", "off", "0", "null", "none", "true", "yes", "on", "1"};
+    for (int i = 0; i < (int)(sizeof words / sizeof *words); i++)
+        if (strcasecmp(s, words[i]) == 0) return i >= 6;
+    return -1;
+}
+
 static ql_status bind_value(ql_call *c, const ql_option *o, const char *text)
 {
     char *end = NULL;
     json_t *v = NULL;
     errno = 0;
+    if (strcmp(text, "null") == 0) { /* Python's None: as if it were not given */
+        json_object_del(c->options, o->name);
+        return QL_OK;
+    }
     if (o->type == QL_ARG_INT) {
         long long x = strtoll(text, &end, 10);
         if (!*text || *end || errno || x < 0)
-            QL_FAIL(QL_EINVAL, "--%s takes a whole number, not '%s'", o->name, text);
+            QL_FAIL(QL_EINVAL, "--%s takes a whole number from 0 on, not '%s'", o->name, text);
         v = json_integer(x);
     } else if (o->type == QL_ARG_FLOAT) {
         double x = strtod(text, &end);
-        if (!*text || *end || errno || x < 0 || x > 1e9)
-            QL_FAIL(QL_EINVAL, "--%s takes a number, not '%s'", o->name, text);
+        if (!*text || *end || errno || !(x >= 0 && x <= 1e9))
+            QL_FAIL(QL_EINVAL, "--%s takes a number from 0 to 1e9, not '%s'", o->name, text);
         v = json_real(x);
     } else if (o->type == QL_ARG_FLAG) {
-        v = json_boolean(strcmp(text, "false") && strcmp(text, "0") && strcmp(text, "no") &&
-                         strcmp(text, "False"));
+        int yes = truth_word(text);
+        if (yes < 0) QL_FAIL(QL_EINVAL, "--%s takes true or false, not '%s'", o->name, text);
+        v = json_boolean(yes);
     } else {
         if (o->type == QL_ARG_CHOICE) {
             if (!listed(o->choices, text)) return unknown_choice(o, text);
@@ -303,15 +317,6 @@ static ql_status bind_value(ql_call *c, const ql_option *o, const char *text)
     if (!v || json_object_set_new(c->options, o->name, v) < 0)
         QL_FAIL(QL_EINVAL, "--%s: not UTF-8", o->name);
     return QL_OK;
-}
-
-static int truth_word(const char *s)
-{
-    static const char *const words[] = {"true", "false", "yes",   "no",   "on",   "off", "0",
-                                        "1",    "True",  "False", "null", "none", "None"};
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
-        if (strcmp(s, words[i]) == 0) return 1;
-    return 0;
 }
 
 static ql_status add_setting(ql_call *c, const char *name, const char *text, json_t *value,
@@ -363,7 +368,7 @@ static ql_status bind_option(ql_call *c, int i, int *used)
         value = negated;
     } else if (w->equals >= 0) {
         value = w->text + n + 1;
-    } else if (plain && !(next && !next->quoted && truth_word(next->text))) {
+    } else if (plain && !(next && !next->quoted && truth_word(next->text) >= 0)) {
         value = "true"; /* a flag: the next word is its value only if it says yes or no */
     } else if (!next || (!next->quoted && strncmp(next->text, "--", 2) == 0)) {
         if (!flag) QL_FAIL(QL_EINVAL, "--%s needs a value", o ? o->name : s->name);

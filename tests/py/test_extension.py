@@ -288,6 +288,20 @@ def test_stable_abi(tmp_path):
     assert "libpython" not in needed and "openblas" not in needed
 
 
+def test_none_is_as_if_not_given(tmp_path):
+    r = python("""
+import qlora, json
+qlora.run("load", "tiny"); qlora.run("data", "tiny"); qlora.run("config", r=8)
+qlora.run("config", save=None, reset=None)
+qlora.run("train", max_steps=3, every=None)
+qlora.run("generate", "a", run=None, system=None, compare=None, temperature=None)
+qlora.run("eval", None)
+qlora.run("config", save="c.json")
+print(json.load(open("c.json"))["r"])
+""", tmp_path)
+    assert r.returncode == 0 and r.stdout.splitlines()[-1] == "8", r.stdout + r.stderr
+
+
 def test_rows_are_given_to_plain_python(tmp_path):
     r = python("""
 import qlora

@@ -99,7 +99,7 @@ def test_no_adapter_is_the_base(engine, tmp_path):
 
 @pytest.mark.parametrize("fields, word", [
     ({"prompts": [[]]}, "prompt 1 is empty"), ({"prompts": []}, "0 prompts"), ({"prompts": [[1, "a"]]}, "list of token ids"),
-    ({"repetition_penalty": 0}, "repetition_penalty must be"), ({"temperature": -1}, "temperature"), ({"max_new_tokens": 1e9}, "max_new_tokens"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be"), ({"temperature": -1}, "temperature"), ({"max_new_tokens": 1e9}, "max_new_tokens must be a number from 0 to 1048576, found 1000000000"),
     ({"prompts": [], "messages": [[{"text": "x"}]]}, "chat template"), ({"prompts": [[5, 99999]]}, "token id 99999")])
 def test_what_is_wrong_with_a_prompt(engine, fields, word):
     texts(engine, ["a"], max_new_tokens=1)

@@ -35,7 +35,10 @@ def error(line, tmp_path):
     ("load tiny\ndata tiny --eval_dataset no.jsonl", "eval_dataset: no data 'no.jsonl': there is no such file"),
     ("unload now", "'now' is one word too many; usage: %qlora unload"),
     ("plot --r 4", "plot takes no settings"),
-    ("bench --seconds x", "--seconds takes a whole number, not 'x'"),
+    ("bench --seconds x", "--seconds takes a whole number from 0 on, not 'x'"),
+    ("bench --seconds -3", "--seconds takes a whole number from 0 on, not '-3'"),
+    ("generate a --temperature nan", "--temperature takes a number from 0 to 1e9, not 'nan'"),
+    ("generate a --compare=maybe", "--compare takes true or false, not 'maybe'"),
     ("config --learning_rate {lr}", "there is no variable lr in this notebook"),
     ("config --use_dora true", "DoRA is not supported"),
     ("%%qlora info\nx: 1", "info takes no cell body"),
@@ -80,6 +83,11 @@ def test_values(tmp_path):
     assert config("config --packing   # and a comment --r 4", tmp_path) == {"packing": True}
     assert config("config --run_name \"a b\";", tmp_path) == {"run_name": "a b"}
     assert config("config --target_modules [\"q_proj\", \"v_proj\"]", tmp_path) == {"target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize("no", ["off", "none", "FALSE", "0", "null"])
+def test_flags_that_say_no(no, tmp_path):
+    assert config(f"config --r 8\nconfig --reset {no}\nconfig --reset={no}", tmp_path) == {"r": 8}
 
 
 def test_bodies(tmp_path):

@@ -381,7 +381,7 @@ def run(verb, *args, body=None, **options):
         args = [_source(a) for a in args]
     if "eval_dataset" in options:
         options["eval_dataset"] = _source(options["eval_dataset"])
-    words = [verb] + [_word(getattr(a, "path", a)) for a in args] + [f"--{k}={_word(v)}" for k, v in options.items()]
+    words = [verb] + [_word(getattr(a, "path", a)) for a in args if a is not None] + [f"--{k}={_word(v)}" for k, v in options.items()]
     return _result(_stoppable(" ".join(words), body))
 
 
