@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -177,6 +178,21 @@ static ql_status config_reset(const ql_job *old, ql_job **job)
     return QL_OK;
 }
 
+/* Under another name first: what stood in the file is not lost where the disk is full. What is no file (/dev/stdout) has no other name. */
+static ql_status config_save(const char *file, const json_t *settings)
+{
+    struct stat s;
+    char *part = NULL;
+    int whole = lstat(file, &s) < 0 || S_ISREG(s.st_mode), bad;
+    if (asprintf(&part, "%s%s", file, whole ? ".part" : "") < 0) QL_FAIL(QL_ENOMEM, "out of memory");
+    errno = 0;
+    bad = json_dump_file(settings, part, JSON_INDENT(2)) < 0 || (whole && rename(part, file) < 0);
+    ql_status st = bad ? ql_fail(QL_EIO, "%s cannot be written: %s", file, strerror(errno ? errno : EIO)) : QL_OK;
+    if (bad && whole) unlink(part);
+    free(part);
+    return st;
+}
+
 ql_status ql_verb_config(ql_magics *m, const ql_call *call, json_t **out)
 {
     ql_job *job = NULL;
@@ -196,8 +212,7 @@ ql_status ql_verb_config(ql_magics *m, const ql_call *call, json_t **out)
     }
     data = ql_job_json(job);
     if (!data) QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
-    if (to && json_dump_file(data, to, JSON_INDENT(2)) < 0)
-        QL_GO(ql_fail(QL_EIO, "%s: %s", to, strerror(errno)));
+    if (to) QL_GO(config_save(to, data));
     /* The adapters' sizes depend on the settings: PEFT's line is made anew. */
     if (m->model) {
         json_t *report = NULL;

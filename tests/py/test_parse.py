@@ -1,8 +1,11 @@
 """The meaning of lines and bodies: which option goes where, and what is said when it is none."""
 import json
+import resource
+import signal
+import subprocess
 
 import pytest
-from front_end import shell
+from front_end import BUILD, environment, shell
 
 
 def error(line, tmp_path):
@@ -104,6 +107,16 @@ def test_config_keeps_resets_and_reads_files(tmp_path):
     assert list(config("load tiny\nconfig --r 9\nconfig --reset", tmp_path)) == ["model"]
     # What fails changes nothing.
     assert shell("config --r 8 --lora_alpha x\n", tmp_path).returncode == 1
+
+
+def test_a_full_disk_leaves_the_saved_settings(tmp_path):
+    config("config --r 8", tmp_path)
+    before = (tmp_path / "c.json").read_bytes()
+    r = subprocess.run([str(BUILD / "qlora"), "-c", "config --r 8 --max_steps 5 --run_name " + "a" * 60, "-c", "config --save c.json"], cwd=tmp_path,
+                       env=environment(), capture_output=True, text=True, stdin=subprocess.DEVNULL,
+                       preexec_fn=lambda: (signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))))
+    assert r.returncode == 1 and "c.json cannot be written: File too large" in r.stderr, r.stderr
+    assert (tmp_path / "c.json").read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["c.json"]
 
 
 def test_settings_of_train_are_for_that_run(tmp_path):
