@@ -255,6 +255,17 @@ static ql_status elsewhere(const ql_model *m, const char *to)
     return QL_OK;
 }
 
+/* transformers puts an adapter that lies beside a model's weights on top of them when it loads them. */
+static ql_status no_adapter_there(const char *to)
+{
+    char path[QL_PATH_MAX];
+    QL_TRY(ql_path_join(path, to, "adapter_config.json"));
+    if (ql_path_is_file(path))
+        QL_FAIL(QL_EINVAL, "merge: %s holds an adapter (adapter_config.json), which transformers would add to the merged weights once more: "
+                           "another folder, please", to);
+    return QL_OK;
+}
+
 ql_status ql_merge(const json_t *command, ql_merge_tick tick, void *ctx, json_t **out)
 {
     merge m = {.tick = tick, .ctx = ctx};
@@ -267,6 +278,7 @@ ql_status ql_merge(const json_t *command, ql_merge_tick tick, void *ctx, json_t 
     QL_GO(ql_path_mkdirs(to));
     QL_GO(elsewhere(m.base, to));
     QL_GO(elsewhere(m.original, to));
+    QL_GO(no_adapter_there(to));
     QL_GO(write_weights(&m, to));
     QL_GO(copy_small(m.base->path, to));
     QL_GO(write_config(&m, to)); /* last: without it nothing takes the folder for a model */

@@ -178,6 +178,19 @@ static json_t *save_view(const char *folder, const char *base, double bytes, jso
     return ql_view_bundle(&v, data);
 }
 
+/* transformers puts an adapter that lies beside a model's weights on top of them when it loads them: a merged model would have it twice. */
+static ql_status no_model_there(const char *folder)
+{
+    char *file = NULL;
+    if (asprintf(&file, "%s/config.json", folder) < 0) QL_FAIL(QL_ENOMEM, "out of memory");
+    int there = access(file, F_OK) == 0;
+    free(file);
+    if (there)
+        QL_FAIL(QL_EINVAL, "save: %s holds a model (config.json), to which transformers would add the adapter whenever it loads it: "
+                           "another folder, please", folder);
+    return QL_OK;
+}
+
 ql_status ql_verb_save(ql_magics *m, const ql_call *call, json_t **out)
 {
     static const char *const files[] = {"adapter_model.safetensors", "adapter_config.json"},
@@ -191,7 +204,10 @@ ql_status ql_verb_save(ql_magics *m, const ql_call *call, json_t **out)
     QL_GO(ql_session_adapter_folder(path, &from));
     if (!(to = strdup(call->n_args && *call->args[0] ? call->args[0] : from)))
         QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
-    if (strcmp(from, to) != 0) QL_GO(ql_session_folders(to));
+    if (strcmp(from, to) != 0) {
+        QL_GO(no_model_there(to));
+        QL_GO(ql_session_folders(to));
+    }
     for (size_t i = 0; i < 2; i++) {
         free(a);
         free(b);

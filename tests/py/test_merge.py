@@ -112,6 +112,7 @@ def test_what_is_refused(engine, tmp_path):
     assert "another model than the base" in why(original=str(LLAMA / "model"))
     assert "the model itself" in why(out=str(TINY))
     assert "no adapter" in why(adapter=None)
+    assert "holds an adapter" in why(out=str(run))
     assert "auto, float16 or bfloat16" in why(dtype="float8")
     assert not (tmp_path / "out" / "config.json").exists()
 
@@ -122,3 +123,13 @@ def test_the_verb(tmp_path):
     assert r.returncode == 0, r.stderr
     assert "float16" in r.stdout and "the same next token" in r.stdout and "from_pretrained(\"out\"" in r.stdout
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+
+
+def test_model_and_adapter_have_folders_of_their_own(tmp_path):
+    """transformers would add the adapter to the merged weights, which have it already."""
+    train = "load tiny\ndata tiny\nconfig --devices cpu:1 --max_steps 2 --max_length 64\ntrain\n"
+    r = shell(train + "save out\nmerge out\n", tmp_path, engine=BUILD / "qlora-engine", timeout=120)
+    assert r.returncode == 1 and "out holds an adapter (adapter_config.json)" in r.stderr, r.stderr
+    r = shell("merge whole --run run-1\nsave whole --run run-1\n", tmp_path, engine=BUILD / "qlora-engine", timeout=120)
+    assert r.returncode == 1 and "whole holds a model (config.json)" in r.stderr, r.stderr
+    assert not (tmp_path / "whole" / "adapter_config.json").exists() and not (tmp_path / "out" / "config.json").exists()
