@@ -454,10 +454,7 @@ ql_status ql_client_command(ql_client *c, json_t *command, ql_client_event event
     QL_TRY(st);
     json_t *r = NULL;
     st = follow(c, id, name, event, tick, self, &r);
-    if (st == QL_OK || st == QL_ESTOP)
-        *result = r;
-    else
-        json_decref(r);
+    *result = r;
     return st;
 }
 

@@ -20,7 +20,7 @@ void ql_client_close(ql_client *c);
 void ql_client_forked(ql_client *c); /* in the child of a fork: the engine is the parent's */
 
 /* Sends {"cmd": …} (an "id" is added) and waits for its end. *result: of "done", a new reference.
- *   QL_ESTOP   stopped by the user; *result is the "stopped" event
+ *   QL_ESTOP   stopped by the user; *result is the "stopped" event, as it is where `event` failed and the work was stopped for that
  *   QL_EPEER   the engine died or spoke nonsense: the text has the signal and its last words; the
  * next command starts a fresh engine */
 ql_status ql_client_command(ql_client *c, json_t *command, ql_client_event event,

@@ -178,8 +178,8 @@ static void final_note(const run_request *q, ql_status st, const json_t *result,
             ql_buf_put(b, "\n");
             verdict(q->against, record, b);
         }
-    } else if (st == QL_ESTOP && ql_jstr(result, "checkpoint", NULL)) {
-        ql_buf_printf(b, "stopped at step %lld; checkpoint %s; go on with ",
+    } else if (st != QL_OK && ql_jstr(result, "checkpoint", NULL)) {
+        ql_buf_printf(b, "%s at step %lld; checkpoint %s; go on with ", st == QL_ESTOP ? "stopped" : "ended",
                       (long long)ql_jint(result, "step", 0), ql_jstr(result, "checkpoint", ""));
         resume_words(q, b);
     } else if (st == QL_ESTOP && result) {

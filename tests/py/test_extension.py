@@ -3,7 +3,7 @@ import json
 import time
 
 import pytest
-from front_end import Kernel, python, step_of, stopping
+from front_end import BUILD, Kernel, python, step_of, stopping
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +286,27 @@ def test_stable_abi(tmp_path):
     assert not [s for s in undefined if s.startswith("_Py") and s not in ("_Py_Dealloc", "_Py_NoneStruct", "_Py_TrueStruct", "_Py_FalseStruct") and not s.endswith("_SizeT")]
     needed = subprocess.run(["readelf", "-d", str(so)], capture_output=True, text=True).stdout
     assert "libpython" not in needed and "openblas" not in needed
+
+
+def test_a_callback_that_fails_names_the_checkpoint(tmp_path):
+    """The run is stopped for it, which writes one."""
+    r = python(f"""
+import os
+os.environ["QLORA_ENGINE"] = {str(BUILD / "qlora-engine")!r}
+import qlora
+def follow(text):
+    if '"ev":"step"' in text.replace(" ", ""):
+        raise ValueError("mine")
+qlora.run("load", "tiny"); qlora.run("data", "tiny")
+qlora._core.listen(follow)
+try:
+    qlora.run("train", max_steps=2000, devices="cpu:1")
+except ValueError as error:
+    print(error)
+""", tmp_path)
+    saved = [p.name for p in (tmp_path / "runs/run-1").glob("checkpoint-*")]
+    assert len(saved) == 1 and r.stdout.splitlines()[-1] == "mine", r.stdout + r.stderr
+    assert f"checkpoint runs/run-1/{saved[0]}; go on with" in r.stdout, r.stdout
 
 
 def test_none_is_as_if_not_given(tmp_path):
