@@ -322,6 +322,11 @@ static ql_status bind_value(ql_call *c, const ql_option *o, const char *text)
 static ql_status add_setting(ql_call *c, const char *name, const char *text, json_t *value,
                              int line)
 {
+    size_t i;
+    json_t *other;
+    json_array_foreach(c->settings, i, other) /* on a line the last one holds, as in a shell; a cell with two is pasted together */
+        if (line > 0 && ql_jint(other, "line", 0) > 0 && strcmp(ql_jstr(other, "name", ""), name) == 0)
+            QL_FAIL(QL_EINVAL, "line %d: %s is set in line %lld already", line, name, (long long)ql_jint(other, "line", 0));
     json_t *v = value ? json_incref(value) : ql_text_json(text, strlen(text));
     json_t *s =
         json_pack("{s:s, s:o, s:i}", "name", name, value ? "value" : "text", v, "line", line);

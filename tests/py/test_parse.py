@@ -53,6 +53,8 @@ def error(line, tmp_path):
     ("%%qlora config\nr: none of it", "line 1: "),
     ("%%qlora config\n{\"r\": 4,\n\"lora_rnak\": 5}", "line 2: unknown key 'lora_rnak'"),
     ("%%qlora config\n{\"r\": 4", "line "),
+    ("%%qlora config\nr: 4\nlora_alpha: 8\nr: 16", "line 3: r is set in line 1 already"),
+    ("%%qlora config\nlora:\n  r: 4\nlora_rank: 16", "line 3: r is set in line 2 already"),
     ("help lora_alhpa", "did you mean 'lora_alpha'?"),
     ("data", "no data yet"),
     ("train", "no model yet"),
@@ -80,6 +82,7 @@ def config(text, tmp_path):
 
 def test_values(tmp_path):
     assert config("config --r 8 --lora_alpha=32 --packing --learning_rate 1e-4", tmp_path) == {"r": 8, "lora_alpha": 32, "packing": True, "learning_rate": 1e-4}
+    assert config("config --r 8 --r 16", tmp_path) == {"r": 16}
     assert config("config --packing true --fp16 false", tmp_path) == {"packing": True, "fp16": False}
     assert config("config --no-packing --lora-alpha 4", tmp_path) == {"packing": False, "lora_alpha": 4}
     assert config("config --fsdp", tmp_path)["fsdp"] in (True, "true")
