@@ -42,6 +42,15 @@ static size_t unexpanded(const char *p)
     return p[i] == '}' ? i + 1 : 0;
 }
 
+/* "~" or "~/models" without quotes, as a shell reads it. *p stands on the ~ and is left behind it. */
+static void home(const char **p, const char *end, ql_buf *word)
+{
+    const char *folder = **p == '~' && (*p + 1 == end || (*p)[1] == '/') ? getenv("HOME") : NULL;
+    if (!folder || !*folder) return;
+    ql_buf_put(word, folder);
+    ++*p;
+}
+
 /* A quoted part. *p stands on the quote and is left behind the closing one. */
 static ql_status quoted(const char *line, const char **p, ql_buf *word)
 {
@@ -101,6 +110,8 @@ static ql_status read_word(const char *line, const char **at, ql_buf *b, ql_word
     w->equals = -1;
     while (*p && !blank(*p)) {
         int fresh = p == *at || (w->equals >= 0 && (size_t)w->equals + 1 == b->len);
+        if (fresh && *p == '~') home(&p, p + strcspn(p, " \t\n\r\f\v"), b);
+        if (!*p || blank(*p)) break;
         size_t n = *p == '{' ? unexpanded(p) : 0;
         if (n > 0)
             QL_FAIL(QL_EINVAL,
@@ -254,6 +265,7 @@ static ql_status line_value(const char *p, const char *end, int line, ql_entry *
         while (stop > p && blank(stop[-1])) stop--;
         if (stop > p + 1 && stop[-1] == ',') stop--;
         while (stop > p && blank(stop[-1])) stop--;
+        home(&p, stop, &b);
         ql_buf_add(&b, p, (size_t)(stop - p));
         for (const char *s = p; s < stop; s++) {
             size_t n = *s == '{' ? unexpanded(s) : 0;

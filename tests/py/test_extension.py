@@ -309,6 +309,13 @@ except ValueError as error:
     assert f"checkpoint runs/run-1/{saved[0]}; go on with" in r.stdout, r.stdout
 
 
+def test_the_home_folder_in_python(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    r = python("import qlora\nqlora.run('load', 'tiny')\nprint(qlora.run('data', '~/rows.jsonl')['name'])", tmp_path)
+    assert r.stdout.strip() == f"{tmp_path}/rows.jsonl", r.stdout + r.stderr
+
+
 def test_none_is_as_if_not_given(tmp_path):
     r = python("""
 import qlora, json

@@ -91,6 +91,11 @@ def test_values(tmp_path):
     assert config("config --target_modules [\"q_proj\", \"v_proj\"]", tmp_path) == {"target_modules": ["q_proj", "v_proj"]}
 
 
+def test_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert config("%%qlora config\noutput_dir: ~/out  # there\nrun_name: '~'\n", tmp_path) == {"output_dir": f"{tmp_path}/out", "run_name": "~"}
+
+
 @pytest.mark.parametrize("no", ["off", "none", "FALSE", "0", "null"])
 def test_flags_that_say_no(no, tmp_path):
     assert config(f"config --r 8\nconfig --reset {no}\nconfig --reset={no}", tmp_path) == {"r": 8}

@@ -38,6 +38,20 @@ TEST(line_words)
     CHECK_STR(words("load \"\""), "load|");
 }
 
+/* As in a shell: at the beginning of a word or of an option's value, and not in quotes. */
+TEST(the_home_folder)
+{
+    char *was = getenv("HOME") ? strdup(getenv("HOME")) : NULL;
+    setenv("HOME", "/home/me", 1);
+    CHECK_STR(words("load ~/m"), "load|/home/me/m");
+    CHECK_STR(words("save ~ --run=~/r ;"), "save|/home/me|--run=/home/me/r silent");
+    CHECK_STR(words("load '~/m' a~/b ~you/c \"~/d\" ~~"), "load|~/m|a~/b|~you/c|~/d|~~");
+    unsetenv("HOME");
+    CHECK_STR(words("load ~/m"), "load|~/m");
+    if (was) setenv("HOME", was, 1);
+    free(was);
+}
+
 TEST(line_comment_and_semicolon)
 {
     CHECK_STR(words("train --max_steps 20 # only a try"), "train|--max_steps|20");
@@ -175,5 +189,5 @@ TEST(distance)
     CHECK_INT(ql_text_distance("a", "abcdef", 2), 3);
 }
 
-TEST_MAIN(T(line_words), T(line_comment_and_semicolon), T(line_errors), T(line_positions),
+TEST_MAIN(T(line_words), T(the_home_folder), T(line_comment_and_semicolon), T(line_errors), T(line_positions),
           T(body_lines), T(body_json), T(body_errors), T(formats), T(repairs_utf8), T(distance))

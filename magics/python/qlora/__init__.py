@@ -381,6 +381,8 @@ def run(verb, *args, body=None, **options):
         args = [_source(a) for a in args]
     if "eval_dataset" in options:
         options["eval_dataset"] = _source(options["eval_dataset"])
+    if verb != "generate":
+        args = [_os.path.expanduser(a) if isinstance(a, str) else a for a in args]
     words = [verb] + [_word(getattr(a, "path", a)) for a in args if a is not None] + [f"--{k}={_word(v)}" for k, v in options.items()]
     return _result(_stoppable(" ".join(words), body))
 
