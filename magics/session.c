@@ -189,7 +189,8 @@ static ql_status no_run_yet(ql_magics *m)
         snprintf(name, sizeof name, "%s", run);
     }
     json_decref(all);
-    if (*name) QL_FAIL(QL_EINVAL, "no run since this notebook was started; the newest in %s/ is '%s': give its name", m->runs, name);
+    if (*name) QL_FAIL(QL_EINVAL, "no run since this notebook was started; the newest in %s/ is '%s': give its name (of save, merge and generate: --run %s)", m->runs, name,
+                       name);
     QL_FAIL(QL_EINVAL, "there is no run yet: %%qlora train makes one");
 }
 

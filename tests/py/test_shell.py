@@ -213,6 +213,7 @@ def test_a_run_of_another_day(tmp_path):
     r = shell("load tiny\ndata tiny\ntrain --max_steps 2 --max_length 64\n", tmp_path, engine=REAL)
     assert r.returncode == 0, r.stderr
     assert "the newest in runs/ is 'run-1'" in shell("resume\n", tmp_path).stderr
+    assert "save, merge and generate: --run run-1" in shell("save run-1\n", tmp_path).stderr
     assert "did you mean 'run-1'?" in shell("resume run-2\n", tmp_path).stderr
     r = shell("eval run-1\nsave out --run run-1\nresume run-1\n", tmp_path, engine=REAL)
     assert r.returncode == 0 and f'from_pretrained("{ROOT}/notebooks/tiny")' in r.stdout, r.stdout + r.stderr
