@@ -237,6 +237,15 @@ out:
     return st;
 }
 
+/* "SFTConfig(" or "[q_proj,": what goes on in the next line. */
+static int open_ended(const char *p, const char *end)
+{
+    int depth = 0;
+    if (p == end || !(strchr("[{", *p) || strchr("([{", end[-1]))) return 0;
+    for (; p < end; p++) depth += (strchr("([{", *p) != NULL) - (strchr(")]}", *p) != NULL);
+    return depth > 0;
+}
+
 /* The value of one line: its comment dropped, quotes read; the comma too that stands there in pasted Python. */
 static ql_status line_value(const char *p, const char *end, int line, ql_entry *e)
 {
@@ -267,6 +276,9 @@ static ql_status line_value(const char *p, const char *end, int line, ql_entry *
         while (stop > p && blank(stop[-1])) stop--;
         home(&p, stop, &b);
         ql_buf_add(&b, p, (size_t)(stop - p));
+        if (open_ended(p, stop))
+            QL_GO(ql_fail(QL_EINVAL, "line %d: '%.*s' is not closed: a value stands in one line, and pasted arguments without the call around them", line,
+                          (int)ql_min64(stop - p, 40), p));
         for (const char *s = p; s < stop; s++) {
             size_t n = *s == '{' ? unexpanded(s) : 0;
             if (n > 0)

@@ -94,6 +94,7 @@ static ql_status run_file(ql_magics *m, FILE *f, const char *name)
     for (;;) {
         if (terminal) st = QL_OK, ask(open);
         if (st != QL_OK || (n = getline(&text, &cap, f)) < 0) break;
+        if (n >= 3 && memcmp(text, "\xef\xbb\xbf", 3) == 0) memmove(text, text + 3, (size_t)(n -= 3) + 1); /* some editors' first bytes */
         int cell, blank = strspn(text, " \t\r\n") == (size_t)n;
         if (open && (blank || text[0] == '%')) {
             st = run(m, line, ql_buf_str(&body));

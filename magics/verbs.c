@@ -472,7 +472,7 @@ static ql_status bind(ql_call *c, const char *body)
     for (int i = 1, used; i < c->line.n; i += used) {
         used = 1;
         if (!w[i].quoted && strncmp(w[i].text, "--", 2) == 0 && w[i].text[2] &&
-            w[i].text[2] != '=') {
+            w[i].text[2] != '=' && c->verb->arg != QL_ARG_VERB) { /* help --r */
             QL_TRY(bind_option(c, i, &used));
         } else if (!w[i].quoted && w[i].text[0] == '-' && isalpha((unsigned char)w[i].text[1]) &&
                    c->verb->arg != QL_ARG_TEXT) {

@@ -55,6 +55,8 @@ def error(line, tmp_path):
     ("%%qlora config\n{\"r\": 4", "line "),
     ("%%qlora config\nr: 4\nlora_alpha: 8\nr: 16", "line 3: r is set in line 1 already"),
     ("%%qlora config\nlora:\n  r: 4\nlora_rank: 16", "line 3: r is set in line 2 already"),
+    ("%%qlora config\nargs = SFTConfig(\n  r=4,\n)", "line 1: 'SFTConfig(' is not closed: a value stands in one line"),
+    ("%%qlora config\nr=4,\ntarget_modules=[\"q_proj\",\n  \"v_proj\"],", "line 2: '[\"q_proj\"' is not closed"),
     ("help lora_alhpa", "did you mean 'lora_alpha'?"),
     ("data", "no data yet"),
     ("train", "no model yet"),
@@ -94,6 +96,15 @@ def test_values(tmp_path):
 def test_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert config("%%qlora config\noutput_dir: ~/out  # there\nrun_name: '~'\n", tmp_path) == {"output_dir": f"{tmp_path}/out", "run_name": "~"}
+
+
+def test_a_setting_is_explained_with_its_dashes(tmp_path):
+    r = shell("help --lora_rank\n", tmp_path)
+    assert r.returncode == 0 and "rank of the adapters" in r.stdout, r.stderr
+
+
+def test_a_byte_order_mark(tmp_path):
+    assert config("\ufeffconfig --r 8", tmp_path) == {"r": 8}
 
 
 @pytest.mark.parametrize("no", ["off", "none", "FALSE", "0", "null"])
