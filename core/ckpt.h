@@ -51,8 +51,9 @@ ql_status ql_ckpt_list(const char *run, ql_ckpt_entry **out, int *n) QL_MUST_USE
 /* which: a checkpoint, or a run's folder: its latest that can be resumed. Mends (ckpt_names.h). */
 ql_status ql_ckpt_find(const char *which, char path[QL_PATH_MAX]) QL_MUST_USE;
 
-/* Keeps the newest `limit` (0: all), and always the newest and `best` (a path; NULL: none), as transformers does. */
-ql_status ql_ckpt_rotate(const char *run, int64_t limit, const char *best) QL_MUST_USE;
+/* Keeps the newest `limit` (0: all), and always the newest and `best` (a path; NULL: none), as transformers does. newest: the step that was
+ * just saved; checkpoints beyond it are of a course that was left by resuming an earlier one, and go first. */
+ql_status ql_ckpt_rotate(const char *run, int64_t limit, const char *best, int64_t newest) QL_MUST_USE;
 /* save_total_limit 1 at the end of a run: only the best is left. */
 ql_status ql_ckpt_keep_only(const char *run, const char *best) QL_MUST_USE;
 

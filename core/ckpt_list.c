@@ -176,20 +176,22 @@ static bool same_path(const char *a, const char *b)
     return a && b && realpath(a, x) && realpath(b, y) && strcmp(x, y) == 0;
 }
 
-ql_status ql_ckpt_rotate(const char *run, int64_t limit, const char *best)
+ql_status ql_ckpt_rotate(const char *run, int64_t limit, const char *best, int64_t newest)
 {
-    ql_ckpt_entry *list = NULL;
-    int n = 0;
+    ql_ckpt_entry *list = NULL, *e;
+    int n = 0, upto = 0;
     int64_t left, keep = limit;
     ql_status st = QL_OK;
     if (limit <= 0) return QL_OK;
     QL_TRY(ql_ckpt_list(run, &list, &n));
+    while (upto < n && list[upto].step <= newest) upto++;
     for (int i = 0; i + 1 < n; i++) /* the newest and the best are never removed, even with limit 1 */
-        if (same_path(list[i].path, best) && keep < 2) keep = 2;
+        if (same_path(list[(upto + i) % n].path, best) && keep < 2) keep = 2;
     left = n;
     for (int i = 0; st == QL_OK && i + 1 < n && left > keep; i++) {
-        if (same_path(list[i].path, best)) continue;
-        st = remove_checkpoint(run, &list[i]);
+        e = &list[(upto + i) % n];
+        if (same_path(e->path, best)) continue;
+        st = remove_checkpoint(run, e);
         left--;
     }
     free(list);

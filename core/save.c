@@ -141,7 +141,7 @@ ql_status ql_save_checkpoint(ql_worker *w, const char *run, ql_history *h, char 
     if (w->p->rank == 0) {
         QL_GO(ql_ckpt_save(run, &of, &s, h, path));
         QL_GO(save_job(w, run));
-        QL_GO(ql_ckpt_rotate(run, w->task->args.save_total_limit, ql_history_best_path(h)));
+        QL_GO(ql_ckpt_rotate(run, w->task->args.save_total_limit, ql_history_best_path(h), step));
     } else {
         snprintf(name, sizeof name, "checkpoint-%lld", (long long)step);
         QL_GO(ql_path_join(path, run, name));

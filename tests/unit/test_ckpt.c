@@ -420,16 +420,26 @@ TEST(rotation_keeps_the_best)
         world_step(w, s);
         CHECK_OK(ql_ckpt_save(run, &w->of, &w->s, w->h, path));
     }
-    CHECK_OK(ql_ckpt_rotate(run, 0, NULL));
+    CHECK_OK(ql_ckpt_rotate(run, 0, NULL, 50));
     CHECK_STR(steps_left(run), "10 20 30 40 50");
-    CHECK_OK(ql_ckpt_rotate(run, 4, best));
+    CHECK_OK(ql_ckpt_rotate(run, 4, best, 50));
     CHECK_STR(steps_left(run), "20 30 40 50");
-    CHECK_OK(ql_ckpt_rotate(run, 2, best));
+    CHECK_OK(ql_ckpt_rotate(run, 2, best, 50));
     CHECK_STR(steps_left(run), "20 50");
-    CHECK_OK(ql_ckpt_rotate(run, 1, best)); /* the newest is needed for a resume */
+    CHECK_OK(ql_ckpt_rotate(run, 1, best, 50)); /* the newest is needed for a resume */
     CHECK_STR(steps_left(run), "20 50");
     CHECK_OK(ql_ckpt_keep_only(run, "/not/there"));
     CHECK_STR(steps_left(run), "20 50");
+    for (int64_t s = 30; s <= 40; s += 10) { /* from 20 once more: what is beyond is of the course that was left */
+        world_step(w, s);
+        CHECK_OK(ql_ckpt_save(run, &w->of, &w->s, w->h, path));
+    }
+    CHECK_OK(ql_ckpt_rotate(run, 3, best, 40));
+    CHECK_STR(steps_left(run), "20 30 40");
+    world_step(w, 50);
+    CHECK_OK(ql_ckpt_save(run, &w->of, &w->s, w->h, path));
+    CHECK_OK(ql_ckpt_rotate(run, 1, best, 40));
+    CHECK_STR(steps_left(run), "20 40");
     CHECK_OK(ql_ckpt_keep_only(run, best));
     CHECK_STR(steps_left(run), "20");
     world_close(w);
@@ -442,7 +452,7 @@ static void save_for_ever(const char *run, int64_t step)
     char path[QL_PATH_MAX];
     for (;; step++) {
         world_step(w, step);
-        if (ql_ckpt_save(run, &w->of, &w->s, w->h, path) != QL_OK || ql_ckpt_rotate(run, 2, NULL) != QL_OK) _exit(1);
+        if (ql_ckpt_save(run, &w->of, &w->s, w->h, path) != QL_OK || ql_ckpt_rotate(run, 2, NULL, step) != QL_OK) _exit(1);
         if (step % 3 == 0 && ql_ckpt_save(run, &w->of, &w->s, w->h, path) != QL_OK) _exit(1); /* the same once more */
     }
 }
