@@ -111,13 +111,47 @@ static const char *quote_of(const char *name)
     return strpbrk(name, " \t#;'") ? "\"" : "";
 }
 
-/* "resume run-1": a run's name is enough where its folder is where names are looked up. */
-static void resume_words(const run_request *q, ql_buf *b)
+static const char *base_of(const char *path)
 {
-    char usual[4096];
+    const char *slash = path ? strrchr(path, '/') : NULL;
+    return slash ? slash + 1 : path;
+}
+
+/* Where a run has checkpoints beyond this one, which it left by resuming an earlier one: the last of them, which the run's name alone
+ * stands for. */
+static char *beyond(const char *run, const char *checkpoint)
+{
+    char *last = NULL;
+    if (!checkpoint) return NULL;
+    if (ql_run_checkpoint(run, &last) != QL_OK) ql_error_clear();
+    const char *a = last ? strrchr(last, '-') : NULL, *b = strrchr(checkpoint, '-');
+    if (a && b && strtoll(a + 1, NULL, 10) > strtoll(b + 1, NULL, 10)) return last;
+    free(last);
+    return NULL;
+}
+
+/* "resume run-1": a run's name is enough where its folder is where names are looked up, and its last checkpoint is meant. */
+static void resume_words(const run_request *q, const char *checkpoint, ql_buf *b)
+{
+    char usual[4096], *other = beyond(q->path, checkpoint);
     snprintf(usual, sizeof usual, "%s/%s", q->m->runs, q->name);
-    const char *run = strcmp(usual, q->path) == 0 ? q->name : q->path, *quote = quote_of(run);
+    const char *run = other ? checkpoint : strcmp(usual, q->path) == 0 ? q->name : q->path, *quote = quote_of(run);
     ql_buf_printf(b, "%%qlora resume %s%s%s", quote, run, quote);
+    free(other);
+}
+
+static void warn_beyond(ql_magics *m, const char *run, const char *checkpoint)
+{
+    char *last = beyond(run, checkpoint);
+    ql_buf line = {0}, b = {0};
+    if (!last) return;
+    ql_buf_printf(&line, "! %s has checkpoints beyond %s: the run's name alone goes on from %s", run, base_of(checkpoint), base_of(last));
+    ql_view_wrap(&b, ql_buf_str(&line), QL_VIEW_COLUMNS, 2);
+    ql_buf_put(&b, "\n");
+    m->host.print(m->host.self, ql_buf_str(&b));
+    ql_buf_free(&line);
+    ql_buf_free(&b);
+    free(last);
 }
 
 /* How many of the shared steps have the same loss: by the bits that the engine reports, else by
@@ -168,7 +202,7 @@ static void final_note(const run_request *q, ql_status st, const json_t *result,
     if (st == QL_OK && q->resume && resumed >= ql_jint(start, "max_steps", resumed + 1)) {
         ql_buf_printf(b, "nothing to resume: %s is done, step %lld of %lld; on from there: ", q->name, (long long)resumed,
                       (long long)ql_jint(start, "max_steps", resumed));
-        resume_words(q, b);
+        resume_words(q, q->resume, b);
         ql_buf_put(b, " --max_steps N");
     } else if (st == QL_OK) {
         ql_buf_printf(b, "done: ");
@@ -181,7 +215,7 @@ static void final_note(const run_request *q, ql_status st, const json_t *result,
     } else if (st != QL_OK && ql_jstr(result, "checkpoint", NULL)) {
         ql_buf_printf(b, "%s at step %lld; checkpoint %s; go on with ", st == QL_ESTOP ? "stopped" : "ended",
                       (long long)ql_jint(result, "step", 0), ql_jstr(result, "checkpoint", ""));
-        resume_words(q, b);
+        resume_words(q, ql_jstr(result, "checkpoint", NULL), b);
     } else if (st == QL_ESTOP && result) {
         ql_buf_printf(b, "stopped before the first step of %s", q->name);
     } else {
@@ -192,7 +226,7 @@ static void final_note(const run_request *q, ql_status st, const json_t *result,
         else ql_buf_put(b, "ended before its first step");
         if (path) {
             ql_buf_printf(b, "; last checkpoint %s; go on with ", path);
-            resume_words(q, b);
+            resume_words(q, path, b);
         } else if (step > 0) {
             ql_buf_put(b, ", without a checkpoint: --save_steps N writes one every N steps");
         }
@@ -363,10 +397,10 @@ ql_status ql_verb_resume(ql_magics *m, const ql_call *call, json_t **out)
     QL_GO(ql_session_run_job(m, path, &job));
     QL_GO(ql_session_apply(m, call, job));
     QL_GO(ql_job_check(job));
-    const char *slash = strrchr(path, '/');
+    warn_beyond(m, path, checkpoint);
     run_request q = {.m = m,
                      .job = job,
-                     .name = slash ? slash + 1 : path,
+                     .name = base_of(path),
                      .path = path,
                      .resume = checkpoint,
                      .every = (int)ql_call_int(call, "every", 0),

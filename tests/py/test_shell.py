@@ -220,6 +220,18 @@ def test_a_run_of_another_day(tmp_path):
     assert "nothing to resume: run-1 is done, step 2 of 2" in r.stdout and "%qlora resume run-1 --max_steps N" in " ".join(r.stdout.split())
 
 
+def test_a_run_that_goes_on_from_an_earlier_checkpoint(tmp_path):
+    """What lies beyond is of the course that was left: it is told, and a limit removes it before what was just saved."""
+    r = shell("load tiny\ndata tiny\ntrain --max_steps 6 --save_steps 2 --max_length 64\nresume runs/run-1/checkpoint-2 --max_steps 3\n", tmp_path, engine=REAL)
+    assert r.returncode == 0 and "! runs/run-1 has checkpoints beyond checkpoint-2: the run's name alone" in r.stdout, r.stdout + r.stderr
+    r = shell("resume runs/run-1/checkpoint-3 --max_steps 3\n", tmp_path, engine=REAL)
+    assert "on from there: %qlora resume runs/run-1/checkpoint-3 --max_steps N" in " ".join(r.stdout.split()), r.stdout + r.stderr
+    r = shell("resume runs/run-1/checkpoint-3 --max_steps 5 --save_total_limit 2\n", tmp_path, engine=REAL)
+    assert r.returncode == 0, r.stderr
+    assert sorted(p.name for p in (tmp_path / "runs/run-1").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-5"]
+    assert "beyond" not in shell("resume runs/run-1/checkpoint-5\n", tmp_path, engine=REAL).stdout
+
+
 def test_an_engine_that_died_before_a_checkpoint(tmp_path):
     r = shell(SETUP + "train --max_steps 20\n", tmp_path, "abort")
     assert r.returncode == 1
