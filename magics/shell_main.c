@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <unistd.h>
 
 static volatile sig_atomic_t pressed;
@@ -139,13 +140,25 @@ static char *beside(const char *folder, const char *name)
     return NULL;
 }
 
+/* An empty variable is none, as in Python. */
+static const char *variable(const char *name)
+{
+    const char *v = getenv(name);
+    return v && *v ? v : NULL;
+}
+
+static int yes(const char *s)
+{
+    return s && (strcasecmp(s, "1") == 0 || strcasecmp(s, "on") == 0 || strcasecmp(s, "yes") == 0 || strcasecmp(s, "true") == 0);
+}
+
 /* Where huggingface_hub would look, in its own order. */
 static json_t *hub(void *self)
 {
-    const char *cache = getenv("HF_HUB_CACHE"), *home = getenv("HF_HOME"), *user = getenv("HOME"), *token = getenv("HF_TOKEN");
-    const char *endpoint = getenv("HF_ENDPOINT"), *offline = getenv("HF_HUB_OFFLINE");
+    const char *cache = variable("HF_HUB_CACHE"), *home = variable("HF_HOME"), *user = variable("HOME"), *token = variable("HF_TOKEN");
     char folder[4096], file[4096], line[512] = "";
     (void)self;
+    if (!token) token = variable("HUGGING_FACE_HUB_TOKEN");
     if (home) snprintf(folder, sizeof folder, "%s", home);
     else snprintf(folder, sizeof folder, "%s/.cache/huggingface", user ? user : ".");
     snprintf(file, sizeof file, "%.4000s/token", folder);
@@ -156,8 +169,8 @@ static json_t *hub(void *self)
     }
     if (f) fclose(f);
     snprintf(file, sizeof file, "%.4000s/hub", folder);
-    return json_pack("{s:s, s:s*, s:s*, s:b}", "cache", cache ? cache : file, "endpoint", endpoint, "token", token, "offline",
-                     offline && *offline && strcmp(offline, "0") != 0);
+    return json_pack("{s:s, s:s*, s:s*, s:b}", "cache", cache ? cache : file, "endpoint", variable("HF_ENDPOINT"), "token", token, "offline",
+                     yes(getenv("HF_HUB_OFFLINE")));
 }
 
 static ql_status run_all(ql_magics *m, int argc, char **argv)

@@ -3,6 +3,7 @@ import json
 import os
 import pathlib
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,6 +85,16 @@ def test_what_cannot_be_fetched_says_why(hub, tmp_path):
     text = run(hub, tmp_path, "load org/gated", HF_TOKEN="hf_wrong_token_of_mine")[2]
     assert "403" in text and "your token" in text and "hf_wrong" not in text
     assert run(hub, tmp_path, "load org/gated", HF_TOKEN=TOKEN)[0] == 0
+
+
+def test_the_variables_are_read_as_python_reads_them(hub, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "token").write_text(TOKEN + "\n")
+    assert run(hub, tmp_path, "load org/gated", HF_TOKEN="", HF_HUB_OFFLINE="false", HF_HUB_CACHE="")[0] == 0
+    (tmp_path / "home" / "token").unlink()
+    shutil.rmtree(tmp_path / "home" / "hub")
+    assert run(hub, tmp_path, "load org/gated", HUGGING_FACE_HUB_TOKEN=TOKEN)[0] == 0
+    assert "HF_HUB_OFFLINE" in run(hub, tmp_path, "load org/tiny", HF_HUB_OFFLINE="ON")[2]
 
 
 def test_data_files_are_what_is_fetched(hub, tmp_path):
