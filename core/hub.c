@@ -322,6 +322,17 @@ static ql_status online(hub *h, const char *const *patterns, size_t n, char fold
     return ql_file_save(refs, h->commit, 40);
 }
 
+/* http://me:secret@host/x → http://host/x */
+static void without_password(const char *url, char out[512])
+{
+    const char *host = strstr(url, "://"), *at;
+    host = host ? host + 3 : url;
+    size_t n = strcspn(host, "/");
+    at = memrchr(host, '@', n);
+    memcpy(out, url, (size_t)(host - url));
+    strcpy(out + (host - url), at ? at + 1 : host);
+}
+
 ql_status ql_hub_snapshot(const ql_hub_options *o, const char *repo, const char *const *patterns, size_t n,
                           char folder[QL_PATH_MAX])
 {
@@ -334,6 +345,7 @@ ql_status ql_hub_snapshot(const ql_hub_options *o, const char *repo, const char 
     while (len && endpoint[len - 1] == '/') len--;
     if (len >= sizeof h.endpoint) QL_FAIL(QL_EINVAL, "HF_ENDPOINT is longer than %zu letters", sizeof h.endpoint - 1);
     memcpy(h.endpoint, endpoint, len);
+    without_password(h.endpoint, h.site);
     snprintf(name, sizeof name, "%s--%.*s--%s", o->kind == QL_HUB_DATASET ? "datasets" : "models", (int)(slash - repo), repo,
              slash + 1);
     QL_TRY(ql_path_join(h.root, o->cache_dir, name));

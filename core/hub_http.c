@@ -153,22 +153,22 @@ static ql_status refused(const hub *h, const answer *a, long status)
     if (strcmp(a->code, "EntryNotFound") == 0)
         QL_FAIL(QL_EINVAL, "%s: the hub has no file %s in revision '%s'", h->repo, a->name, h->revision);
     if (strcmp(a->code, "DisabledRepo") == 0)
-        QL_FAIL(QL_EINVAL, "%s: the hub has disabled this repository; %s/%s%s says why", h->repo, h->endpoint, ql_hub_site(h), h->repo);
+        QL_FAIL(QL_EINVAL, "%s: the hub has disabled this repository; %s/%s%s says why", h->repo, h->site, ql_hub_site(h), h->repo);
     if (token && status == 401 && strcmp(a->code, "GatedRepo") != 0)
         QL_FAIL(QL_EINVAL, "%s: the hub answers 401: it does not know your token (mistyped, expired or deleted?), or there is no such "
-                           "repository. See %s/settings/tokens, and give the new one as HF_TOKEN", h->repo, h->endpoint);
+                           "repository. See %s/settings/tokens, and give the new one as HF_TOKEN", h->repo, h->site);
     if (status == 404)
         QL_FAIL(QL_EINVAL, "%s: there is no such repository, or no revision '%s' of it, on %s", h->repo, h->revision,
-                h->endpoint);
+                h->site);
     if (!token)
         QL_FAIL(QL_EINVAL, "%s: the hub answers %ld: it is gated or private (or does not exist). Open %s/%s%s, sign in and "
                            "click \"Agree and access repository\"; make a token with read rights at %s/settings/tokens "
                            "and give it as HF_TOKEN (on Kaggle: Add-ons, Secrets, HF_TOKEN)",
-                h->repo, status, h->endpoint, ql_hub_site(h), h->repo, h->endpoint);
+                h->repo, status, h->site, ql_hub_site(h), h->repo, h->site);
     QL_FAIL(QL_EINVAL, "%s: the hub answers %ld to your token. Open %s/%s%s with the account of that token and click \"Agree "
                        "and access repository\" (some wait for approval); a fine-grained token also needs \"Read access to "
                        "contents of all public gated repos you can access\" at %s/settings/tokens",
-            h->repo, status, h->endpoint, ql_hub_site(h), h->repo, h->endpoint);
+            h->repo, status, h->site, ql_hub_site(h), h->repo, h->site);
 }
 
 /* Before the next try. A stop is heard while waiting. */
@@ -218,7 +218,7 @@ ql_status ql_http_get(hub *h, const char *url, answer *a)
         if (failed >= tries) {
             if (rc != CURLE_OK)
                 QL_FAIL(QL_EIO, "%s: %s (%d tries; %s). Without a network, give the path of a folder that is there, or set HF_HUB_OFFLINE=1 "
-                        "for what is cached", a->name, curl.strerror(rc), failed, h->endpoint);
+                        "for what is cached", a->name, curl.strerror(rc), failed, h->site);
             if (status < 400)
                 QL_FAIL(QL_EIO, "%s: the server ends after %lld of %lld bytes (%d tries)", a->name, (long long)a->at,
                         (long long)a->size, failed);

@@ -11,6 +11,7 @@ typedef struct {
     const ql_hub_options *o;
     const char *repo, *revision;
     char endpoint[512];     /* without a slash at its end */
+    char site[512];         /* for people: without the name and password that may stand in it */
     void *curl;             /* libcurl's handle */
     char root[QL_PATH_MAX]; /* cache_dir/models--org--name */
     char commit[64];

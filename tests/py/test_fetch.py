@@ -97,6 +97,13 @@ def test_the_variables_are_read_as_python_reads_them(hub, tmp_path):
     assert "HF_HUB_OFFLINE" in run(hub, tmp_path, "load org/tiny", HF_HUB_OFFLINE="ON")[2]
 
 
+def test_a_password_in_the_address_is_not_shown(hub, tmp_path):
+    text = run(hub, tmp_path, "load org/none", HF_ENDPOINT=hub.url.replace("://", "://me:hush@"))[2]
+    assert f"on {hub.url}" in text and "hush" not in text, text
+    text = run(hub, tmp_path, "load org/gated", HF_ENDPOINT=hub.url.replace("://", "://me:hush@"))[2]
+    assert f"{hub.url}/org/gated" in text and "hush" not in text, text
+
+
 def test_data_files_are_what_is_fetched(hub, tmp_path):
     assert run(hub, tmp_path, "load tiny", "data org/many --data_files b.jsonl")[0] == 0
     assert [p for p, _ in hub.requests if "/resolve/" in p and p.endswith("a.jsonl")] == []
