@@ -44,8 +44,8 @@ ql_status ql_path_mkdirs(const char *path)
     for (char *c = p + 1; *c; c++) {
         if (*c != '/') continue;
         *c = 0;
-        if (mkdir(p, 0777) != 0 && !ql_path_is_dir(p))
-            QL_FAIL(QL_EIO, "cannot make the folder %s: %s", p, strerror(errno));
+        int err = mkdir(p, 0777) != 0 ? errno : 0;
+        if (err && !ql_path_is_dir(p)) QL_FAIL(QL_EIO, "cannot make the folder %s: %s", p, strerror(err));
         *c = '/';
     }
     return QL_OK;
