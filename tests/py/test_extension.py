@@ -316,6 +316,33 @@ def test_the_home_folder_in_python(tmp_path, monkeypatch):
     assert r.stdout.strip() == f"{tmp_path}/rows.jsonl", r.stdout + r.stderr
 
 
+def test_rows_that_cannot_be_written(tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    text = """
+import qlora, resource, signal
+qlora.run("load", "tiny")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    qlora.run("data", [{"text": "a" * 1000}] * 1000)
+except qlora.Error as error:
+    print(error)
+def rows():
+    raise OSError("their own")
+    yield
+try:
+    qlora.run("data", rows())
+except OSError as error:
+    print(error)
+"""
+    r = python(text, tmp_path)
+    assert r.stdout.startswith("rows cannot be written in runs/.data: Not a directory: work in a folder"), r.stdout + r.stderr
+    (tmp_path / "runs").unlink()
+    r = python(text, tmp_path)
+    assert "cannot be written in runs/.data: File too large" in r.stdout and r.stdout.endswith("their own\n"), r.stdout + r.stderr
+    assert not list((tmp_path / "runs/.data").iterdir())
+
+
 def test_none_is_as_if_not_given(tmp_path):
     r = python("""
 import qlora, json

@@ -145,32 +145,55 @@ def _blocks(ds, rows=1000):
             yield dict(zip(block, row))
 
 
+class _Written:
+    """Where rows are written: what the disk has against it is an error that says so. The rows' own errors stay what they are."""
+
+    def __init__(self, name, folder):
+        self.name, self.folder = name, folder
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, OSError):
+            raise Error(f"{self.name} cannot be written in {self.folder}: {error.strerror}: "
+                        "work in a folder that can be written and has room") from None
+
+
 def _write_rows(name, rows, folder):
     import hashlib
     import tempfile
     where = _Path(folder) / ".data"
-    where.mkdir(parents=True, exist_ok=True)
+    here = _Written(name, where)
+    with here:
+        where.mkdir(parents=True, exist_ok=True)
+        f = tempfile.NamedTemporaryFile("wb", dir=where, suffix=".part", delete=False)
     digest, n = hashlib.sha256(), 0
-    with tempfile.NamedTemporaryFile("wb", dir=where, suffix=".part", delete=False) as f:
-        try:
-            for row in rows:
-                if isinstance(row, str):
-                    row = {"text": row}
-                if not isinstance(row, dict):
-                    raise Error(f"{name}[{n}] is of type {type(row).__name__}: rows are dicts (text, messages, prompt and completion) or strings")
-                line = _json.dumps(_clean(row), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
-                digest.update(line)
+    try:
+        for row in rows:
+            if isinstance(row, str):
+                row = {"text": row}
+            if not isinstance(row, dict):
+                raise Error(f"{name}[{n}] is of type {type(row).__name__}: rows are dicts (text, messages, prompt and completion) or strings")
+            line = _json.dumps(_clean(row), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+            digest.update(line)
+            with here:
                 f.write(line)
-                n += 1
+            n += 1
+        with here:
             f.close()
-            if n == 0:
-                raise Error(f"{name} has no rows")
-            path = where / f"{name}-{digest.hexdigest()[:8]}.jsonl"
+        if n == 0:
+            raise Error(f"{name} has no rows")
+        path = where / f"{name}-{digest.hexdigest()[:8]}.jsonl"
+        with here:
             _os.replace(f.name, path)
-        except BaseException:
+    except BaseException:
+        try:
             f.close()
-            _os.unlink(f.name)
-            raise
+        except OSError:   # what was still in its buffer
+            pass
+        _os.unlink(f.name)
+        raise
     return {"path": str(path), "rows": n}
 
 
