@@ -42,10 +42,10 @@ static size_t unexpanded(const char *p)
     return p[i] == '}' ? i + 1 : 0;
 }
 
-/* "~" or "~/models" without quotes, as a shell reads it. *p stands on the ~ and is left behind it. */
+/* "~/models" without quotes, as a shell reads it; "~" alone may begin a prompt. *p stands on the ~ and is left behind it. */
 static void home(const char **p, const char *end, ql_buf *word)
 {
-    const char *folder = **p == '~' && (*p + 1 == end || (*p)[1] == '/') ? getenv("HOME") : NULL;
+    const char *folder = end - *p > 1 && **p == '~' && (*p)[1] == '/' ? getenv("HOME") : NULL;
     if (!folder || !*folder) return;
     ql_buf_put(word, folder);
     ++*p;

@@ -44,7 +44,7 @@ TEST(the_home_folder)
     char *was = getenv("HOME") ? strdup(getenv("HOME")) : NULL;
     setenv("HOME", "/home/me", 1);
     CHECK_STR(words("load ~/m"), "load|/home/me/m");
-    CHECK_STR(words("save ~ --run=~/r ;"), "save|/home/me|--run=/home/me/r silent");
+    CHECK_STR(words("save ~ --run=~/r ;"), "save|~|--run=/home/me/r silent");
     CHECK_STR(words("load '~/m' a~/b ~you/c \"~/d\" ~~"), "load|~/m|a~/b|~you/c|~/d|~~");
     unsetenv("HOME");
     CHECK_STR(words("load ~/m"), "load|~/m");
