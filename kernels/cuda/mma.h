@@ -90,6 +90,36 @@ static __device__ __forceinline__ void copy_wait(void)
 #endif
 }
 
+/* ---- barriers in shared memory, sm_80+: a phase is over when `count` threads have arrived; phases have parities 0, 1, 0 … ---- */
+
+static __device__ __forceinline__ void bar_init(unsigned bar, unsigned count)
+{
+#if !CU_SM75
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+#endif
+}
+static __device__ __forceinline__ void bar_arrive(unsigned bar)
+{
+#if !CU_SM75
+    asm volatile("{\n.reg .b64 s;\nmbarrier.arrive.shared::cta.b64 s, [%0];\n}" ::"r"(bar) : "memory");
+#endif
+}
+/* Whether the last phase of this parity is over; of a fresh barrier the one of parity 1 is. test_wait tells at once,
+ * try_wait (sm_90+) may sleep for microseconds before it says no. */
+#define BAR_ASK(how, over, bar, parity)                                                                               \
+    asm volatile("{\n.reg .pred p;\nmbarrier." how ".parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"   \
+                 : "=r"(over)                                                                                         \
+                 : "r"(bar), "r"(parity)                                                                              \
+                 : "memory")
+static __device__ __forceinline__ bool bar_over(unsigned bar, unsigned parity)
+{
+    unsigned over = 1;
+#if !CU_SM75
+    BAR_ASK("test_wait", over, bar, parity);
+#endif
+    return over != 0;
+}
+
 /* ROWS rows of one head, from row `first` of which `n` are there; d ≤ DP columns, the rest zeros. */
 template <int DP, int ROWS, int THREADS>
 static __device__ __forceinline__ void tile_load(unsigned tile, const void *from, int64_t ld, int first, int n, int d)

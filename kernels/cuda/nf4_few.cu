@@ -4,8 +4,8 @@
  * A byte is looked up whole: a table of 256 pairs of codes in the dtype of x, a copy of it in each bank of shared memory, gives
  * the tensor cores' register of two weights. Each block of 64 has a sum of its own, and its scale is put to that. The warps of a thread
  * block have the same rows, a tile of 16 in each turn, and each its own columns, whose x it keeps in registers. A warp's weights come to
- * stages of its own in shared memory while turns before are at work, or to registers where there is no room for that (!STAGED); scales the warps decode for each other, a row
- * each, two turns ahead. Sums meet only when many tiles are done, so that weights never stop coming in. */
+ * stages of its own in shared memory while turns before are at work, or to registers where there is no room for that (!STAGED); scales the
+ * warps decode for each other, a row each, two turns ahead. Sums meet only when many tiles are done, so that weights never stop coming in. */
 #include "kernels/cuda/mma.h"
 
 enum {
@@ -39,7 +39,8 @@ struct few {
  * it is 128 or, which needs one instruction less to get at, 256. */
 template <bool STAGED>
 struct few_room {
-    enum { ENTRY = STAGED ? 256 : 128, TABLE = 256 * ENTRY, RING = STAGED ? STAGES * WARPS * STAGE : 0, FIXED = TABLE + RING + CODE2_BYTES + SLOTS * (SLOT * 4 + 8) };
+    enum { ENTRY = STAGED ? 256 : 128, TABLE = 256 * ENTRY, RING = STAGED ? STAGES * WARPS * STAGE : 0 };
+    enum { FIXED = TABLE + RING + CODE2_BYTES + SLOTS * (SLOT * 4 + 8) };
 };
 /* Floats of a warp's sums of a tile. */
 static __host__ __device__ inline int few_each(int lanes)
@@ -262,30 +263,20 @@ static __device__ __forceinline__ void few_tables(const few &f, const few_codes 
 
 static __device__ __forceinline__ void turns_open(unsigned bars)
 {
-#if !CU_SM75
-    if (threadIdx.x < SLOTS) asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bars + 8 * threadIdx.x), "r"((unsigned)THREADS) : "memory");
-#endif
+    if (threadIdx.x < SLOTS) bar_init(bars + 8 * threadIdx.x, THREADS);
 }
 /* This thread has put its scales of the turn of this slot, and is done with the one two before it. */
 template <bool STAGED>
 static __device__ __forceinline__ void turn_ready(unsigned bars, int slot)
 {
-#if !CU_SM75
-    if (STAGED) asm volatile("{\n.reg .b64 s;\nmbarrier.arrive.shared::cta.b64 s, [%0];\n}" ::"r"(bars + slot * 8) : "memory");
-#endif
+    if (STAGED) bar_arrive(bars + slot * 8);
 }
 /* All threads have. */
 template <bool STAGED>
 static __device__ __forceinline__ void turn_begin(unsigned bars, int slot, unsigned phase)
 {
     if (!STAGED) __syncthreads();
-#if !CU_SM75
-    for (unsigned over = !STAGED; !over;)
-        asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                     : "=r"(over)
-                     : "r"(bars + slot * 8), "r"(phase)
-                     : "memory");
-#endif
+    while (STAGED && !bar_over(bars + slot * 8, phase)) {}
 }
 
 /* ---- what is done with it ---- */
@@ -522,7 +513,8 @@ static ql_status few_launch(const ql_queue *q, ql_tensor out, ql_tensor a, const
     int64_t most = ql_min64(MOST, (int64_t)((room - fixed) / sums));
     f.stride = (unsigned)(grid * TILE * a.cols);
     f.group = (int)ql_ceil_div(tiles, ql_ceil_div(tiles, most)); /* meetings as rare as there is room for, evenly apart */
-    return cu_launch(q, "nf4_matmul", staged ? few_kernel<true>(a.dtype, many) : few_kernel<false>(a.dtype, many), (unsigned)grid, THREADS, fixed + (size_t)f.group * sums, f);
+    auto kernel = staged ? few_kernel<true>(a.dtype, many) : few_kernel<false>(a.dtype, many);
+    return cu_launch(q, "nf4_matmul", kernel, (unsigned)grid, THREADS, fixed + (size_t)f.group * sums, f);
 }
 
 ql_status cu_nf4_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, int n, ql_tensor c, ql_tensor bias)

@@ -121,29 +121,8 @@ static __device__ __forceinline__ void regs_down(void)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-/* ---- barriers: a phase is over when `count` threads have arrived; phases have parities 0, 1, 0 … ---- */
+/* ---- barriers, as in mma.h ---- */
 
-static __device__ __forceinline__ void bar_init(unsigned bar, unsigned count)
-{
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
-}
-static __device__ __forceinline__ void bar_arrive(unsigned bar)
-{
-    asm volatile("{\n.reg .b64 s;\nmbarrier.arrive.shared::cta.b64 s, [%0];\n}" ::"r"(bar) : "memory");
-}
-/* Whether the last phase of this parity is over; of a fresh barrier the one of parity 1 is. test_wait tells at once,
- * try_wait may sleep for microseconds before it says no. */
-#define BAR_ASK(how, over, bar, parity)                                                                               \
-    asm volatile("{\n.reg .pred p;\nmbarrier." how ".parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"   \
-                 : "=r"(over)                                                                                         \
-                 : "r"(bar), "r"(parity)                                                                              \
-                 : "memory")
-static __device__ __forceinline__ bool bar_over(unsigned bar, unsigned parity)
-{
-    unsigned over;
-    BAR_ASK("test_wait", over, bar, parity);
-    return over != 0;
-}
 /* Waits are microseconds; one that does not end is a broken kernel, which shall be an error and not a hang. */
 static __device__ __forceinline__ void bar_wait(unsigned bar, unsigned parity)
 {
