@@ -225,7 +225,7 @@ struct ql_ops {
     /* out (M, ΣN) = a (M, K) [w_0 … w_n−1]ᵀ [+ c] [+ bias] for M ≤ QL_FEW_ROWS and n ≤ QL_FEW_MATS matrices side by side, as matmul would
      * on nf4_dequant's values in a's dtype. Where that has 16 bits, the codes may be rounded to it instead and a block's scale
      * be put to the block's sum in fp32: values as near to code · scale. w is read as it rests, 4 bits a weight, and is written
-     * nowhere. A row's result depends neither on M nor on n. */
+     * nowhere; that may begin before the op ahead in the queue is over, which must not write it. A row's result depends neither on M nor on n. */
     ql_status (*nf4_matmul)(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, int n, ql_tensor c, ql_tensor bias);
 };
 

@@ -168,6 +168,7 @@ static __device__ __forceinline__ void fwd_consume(const attn_args &a, const fwd
 template <class C>
 static __global__ void __launch_bounds__(THREADS, 1) attn90_fwd(const __grid_constant__ attn_args a, int heads, int docs)
 {
+    cu_ops_ahead();
     extern __shared__ unsigned char memory[];
     fwd_smem<C> s(memory);
     if (threadIdx.x == 0) {
@@ -191,8 +192,8 @@ static ql_status run_fwd(const ql_queue *q, attn_args args, const ql_attn *a)
     args.tiles = (int)ql_ceil_div(a->q_max, C::BM);
     int64_t items = a->heads * a->docs * args.tiles;
     if (items >= (int64_t)1 << 30) QL_FAIL(QL_EINVAL, "cuda: attention over %lld tiles is too much for one call", (long long)items);
-    return cu_launch(q, "attention", attn90_fwd<C>, (unsigned)ql_min64(items, q->stream->dev->sms), THREADS, C::BYTES, args,
-                     (int)a->heads, (int)a->docs);
+    return cu_launch_early(q, "attention", attn90_fwd<C>, (unsigned)ql_min64(items, q->stream->dev->sms), THREADS, C::BYTES, args,
+                           (int)a->heads, (int)a->docs);
 }
 
 ql_status cu_attention90(const ql_queue *q, const attn_args *args, const ql_attn *a, ql_dtype dtype)

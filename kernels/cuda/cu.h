@@ -116,15 +116,36 @@ const void *cu_any_kernel(void);
 ql_status cu_resident(const ql_dev *d, const void *kernel, unsigned threads, int *out);
 
 template <typename... P, typename... A>
-static ql_status cu_launch(const ql_queue *q, const char *name, void (*kernel)(P...), dim3 grid, unsigned threads,
-                           size_t smem, A... args)
+static ql_status cu_launch_as(bool early, const ql_queue *q, const char *name, void (*kernel)(P...), dim3 grid, unsigned threads, size_t smem, A... args)
 {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return QL_OK;
     QL_TRY(cu_use(q->stream->dev));
     if (smem > 48 * 1024 || CU_T4)
         QL_TRY(cu_prepare(q->stream->dev, (const void *)kernel, name, threads, smem));
-    kernel<<<grid, threads, smem, q->stream->s>>>(args...);
-    return cu_check(cudaGetLastError(), name);
+    cudaLaunchAttribute serial = {};
+    serial.id = cudaLaunchAttributeProgrammaticStreamSerialization, serial.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t c = {};
+    c.gridDim = grid, c.blockDim = dim3(threads), c.dynamicSmemBytes = smem, c.stream = q->stream->s, c.attrs = &serial, c.numAttrs = early ? 1 : 0;
+    return cu_check(cudaLaunchKernelEx(&c, kernel, args...), name);
+}
+template <typename... P, typename... A>
+static ql_status cu_launch(const ql_queue *q, const char *name, void (*kernel)(P...), dim3 grid, unsigned threads, size_t smem, A... args)
+{
+    return cu_launch_as(false, q, name, kernel, grid, threads, smem, args...);
+}
+/* For kernels that text is made with, short ones: on sm_90+ such a one may come while the kernel ahead of it in the queue is at work, once all blocks
+ * of that one have called cu_ops_ahead or ended. Until it calls that itself it may touch only what the op ahead does not write. */
+template <typename... P, typename... A>
+static ql_status cu_launch_early(const ql_queue *q, const char *name, void (*kernel)(P...), dim3 grid, unsigned threads, size_t smem, A... args)
+{
+    return cu_launch_as(q->stream->dev->arch >= 90 && !CU_T4, q, name, kernel, grid, threads, smem, args...);
+}
+/* Waits until all ops ahead are over and what they wrote is there; then lets the next kernel come. */
+static __device__ __forceinline__ void cu_ops_ahead(void)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 /* The least l with 2^l ≥ x. */

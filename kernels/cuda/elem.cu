@@ -47,6 +47,7 @@ template <int mode>
 static __global__ void __launch_bounds__(THREADS)
     copy_rows(cu_view out, cu_view in, const int *__restrict__ index, cu_chunks cut)
 {
+    cu_ops_ahead();
     unsigned i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= cut.total) return;
     unsigned row = i / cut.per_row;
@@ -64,16 +65,16 @@ ql_status cu_gather_rows(const ql_queue *q, ql_tensor out, ql_tensor in, ql_tens
 {
     cu_chunks cut = {};
     QL_TRY(cu_cut(index.cols, out.cols, &cut));
-    return cu_launch(q, "gather_rows", copy_rows<GATHER>, cu_blocks(cut.total, THREADS), THREADS, 0, cu_see(out),
-                     cu_see(in), (const int *)index.data, cut);
+    return cu_launch_early(q, "gather_rows", copy_rows<GATHER>, cu_blocks(cut.total, THREADS), THREADS, 0, cu_see(out),
+                           cu_see(in), (const int *)index.data, cut);
 }
 
 ql_status cu_scatter_rows(const ql_queue *q, ql_tensor out, ql_tensor in, ql_tensor index)
 {
     cu_chunks cut = {};
     QL_TRY(cu_cut(index.cols, out.cols, &cut));
-    return cu_launch(q, "scatter_rows", copy_rows<SCATTER>, cu_blocks(cut.total, THREADS), THREADS, 0, cu_see(out),
-                     cu_see(in), (const int *)index.data, cut);
+    return cu_launch_early(q, "scatter_rows", copy_rows<SCATTER>, cu_blocks(cut.total, THREADS), THREADS, 0, cu_see(out),
+                           cu_see(in), (const int *)index.data, cut);
 }
 
 static __global__ void __launch_bounds__(THREADS) fill_all(cu_view out, float value, cu_chunks cut)
@@ -150,6 +151,7 @@ static __device__ __forceinline__ float sigmoid(float x)
 
 static __global__ void __launch_bounds__(THREADS) swiglu_fwd(cu_view h, cu_view gu, cu_chunks cut)
 {
+    cu_ops_ahead();
     unsigned i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= cut.total) return;
     unsigned row = i / cut.per_row;
@@ -169,7 +171,7 @@ ql_status cu_swiglu(const ql_queue *q, ql_tensor h, ql_tensor gu)
 {
     cu_chunks cut = {};
     QL_TRY(cu_cut(h.rows, h.cols, &cut));
-    return cu_launch(q, "swiglu", swiglu_fwd, cu_blocks(cut.total, THREADS), THREADS, 0, cu_see(h), cu_see(gu), cut);
+    return cu_launch_early(q, "swiglu", swiglu_fwd, cu_blocks(cut.total, THREADS), THREADS, 0, cu_see(h), cu_see(gu), cut);
 }
 
 static __global__ void __launch_bounds__(THREADS)

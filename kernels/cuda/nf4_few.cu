@@ -381,6 +381,7 @@ static __device__ __forceinline__ void few_run(const few &f, unsigned char *memo
     fetch(0);
     if (STAGED) fetch(1);
     ask(0), ask(1);
+    cu_ops_ahead();
     load_x();
     turns_open(bars);
     few_tables<DTYPE, STAGED>(f, codes, table, code2);
@@ -514,7 +515,7 @@ static ql_status few_launch(const ql_queue *q, ql_tensor out, ql_tensor a, const
     f.stride = (unsigned)(grid * TILE * a.cols);
     f.group = (int)ql_ceil_div(tiles, ql_ceil_div(tiles, most)); /* meetings as rare as there is room for, evenly apart */
     auto kernel = staged ? few_kernel<true>(a.dtype, many) : few_kernel<false>(a.dtype, many);
-    return cu_launch(q, "nf4_matmul", kernel, (unsigned)grid, THREADS, fixed + (size_t)f.group * sums, f);
+    return cu_launch_early(q, "nf4_matmul", kernel, (unsigned)grid, THREADS, fixed + (size_t)f.group * sums, f);
 }
 
 ql_status cu_nf4_matmul(const ql_queue *q, ql_tensor out, ql_tensor a, const ql_nf4 *w, int n, ql_tensor c, ql_tensor bias)

@@ -104,6 +104,7 @@ template <int NC, int DT, int VEC>
 static __global__ void __launch_bounds__(WIDEST)
     norm_fwd(cu_view y, cu_view x, const float *__restrict__ w, const norm_groups n, float eps)
 {
+    cu_ops_ahead();
     __shared__ float part[2][WIDEST / 32];
     int per = (int)blockDim.x / n.team, lane = (int)threadIdx.x & (n.team - 1), turn = 0;
     cu_raw r[NC], next[NC];
@@ -143,6 +144,7 @@ static __global__ void __launch_bounds__(WIDEST)
 static __global__ void __launch_bounds__(WIDEST)
     norm_fwd_wide(cu_view y, cu_view x, const float *__restrict__ w, const norm_groups n, float eps)
 {
+    cu_ops_ahead();
     __shared__ float part[WIDEST / 32];
     norm_place p = place_of(n, blockIdx.x);
     cu_view wt = weight_view(w);
@@ -261,12 +263,12 @@ static ql_status run_fwd(const ql_queue *q, ql_tensor y, ql_tensor x, ql_tensor 
     norm_groups n = groups_of(x, w, s);
     const float *wp = (const float *)w.data;
     if (s.nc == 0)
-        return cu_launch(q, "rmsnorm", norm_fwd_wide, cu_blocks(n.total, 1), WIDEST, 0, cu_see(y), cu_see(x), wp, n, eps);
+        return cu_launch_early(q, "rmsnorm", norm_fwd_wide, cu_blocks(n.total, 1), WIDEST, 0, cu_see(y), cu_see(x), wp, n, eps);
     auto kernel = s.nc == 1 ? norm_fwd<1, DT, VEC> : norm_fwd<MOST, DT, VEC>;
     int fit = 0;
     QL_TRY(cu_resident(q->stream->dev, (const void *)kernel, (unsigned)s.threads, &fit));
     unsigned blocks = (unsigned)ql_min64(ql_ceil_div(n.total, s.threads / s.team), (int64_t)fit * q->stream->dev->sms);
-    return cu_launch(q, "rmsnorm", kernel, blocks, (unsigned)s.threads, 0, cu_see(y), cu_see(x), wp, n, eps);
+    return cu_launch_early(q, "rmsnorm", kernel, blocks, (unsigned)s.threads, 0, cu_see(y), cu_see(x), wp, n, eps);
 }
 
 ql_status cu_rmsnorm(const ql_queue *q, ql_tensor y, ql_tensor x, ql_tensor w, float eps)
@@ -316,6 +318,7 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
     rope_rows(cu_view x, int heads, int half, int tokens, int64_t rows, const int *__restrict__ pos,
               const float *__restrict__ freq, float scale, float sign)
 {
+    cu_ops_ahead();
     extern __shared__ float table[]; /* (tokens, half) cos, (tokens, half) sin */
     int64_t row0 = (int64_t)blockIdx.x * tokens;
     int here = (int)(rows - row0 < tokens ? rows - row0 : tokens), per = (half + 7) / 8, of_row = heads * per;
@@ -374,7 +377,7 @@ ql_status cu_rope(const ql_queue *q, ql_tensor x, int64_t head_dim, ql_tensor po
     int half = (int)(head_dim / 2), tokens = 1;
     while (tokens < 4 && 2 * tokens * half <= ROPE_THREADS) tokens *= 2;
     auto kernel = x.dtype == QL_BF16 ? rope_rows<QL_BF16> : x.dtype == QL_F16 ? rope_rows<QL_F16> : rope_rows<ANY>;
-    return cu_launch(q, "rope", kernel, cu_blocks(x.rows, tokens), ROPE_THREADS,
-                     (size_t)(2 * tokens * half) * sizeof(float), cu_see(x), (int)(x.cols / head_dim), half, tokens,
-                     x.rows, (const int *)pos.data, (const float *)freq.data, scale, (float)sign);
+    return cu_launch_early(q, "rope", kernel, cu_blocks(x.rows, tokens), ROPE_THREADS,
+                           (size_t)(2 * tokens * half) * sizeof(float), cu_see(x), (int)(x.cols / head_dim), half, tokens,
+                           x.rows, (const int *)pos.data, (const float *)freq.data, scale, (float)sign);
 }

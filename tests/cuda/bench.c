@@ -1,5 +1,5 @@
 /* bench_cuda [PART]: the ceilings of a GPU, and every op of the CUDA backend at the 8B model's shapes against its ceiling, through the
- * backend's three tables alone. Parts: ceilings nf4 matmul attention small. Prints Markdown: what, time, rate, share of the ceiling,
+ * backend's three tables alone. Parts: ceilings nf4 few text matmul attention small. Prints Markdown: what, time, rate, share of the ceiling,
  * which is a device copy for what moves bytes and a product of 8192 cubed for what multiplies. */
 #include "kernels/comm.h"
 
@@ -172,7 +172,7 @@ static ql_status run_few(void *ctx, int round)
 static void weights_open(weights *x, ql_dtype t, int64_t rows, int64_t cols, int side)
 {
     int64_t n = rows * cols;
-    x->side = side;
+    *x = (weights){.side = side};
     x->code = random_mat(QL_F32, 1, 16, 16, 1), x->code2 = random_mat(QL_F32, 1, 256, 256, 1);
     for (int i = 0; i < 6 * side; i++) {
         ql_tensor absmax2 = random_mat(QL_F32, 1, ql_ceil_div(n, 64 * 256), ql_ceil_div(n, 64 * 256), 1);
@@ -186,7 +186,7 @@ static void weights_open(weights *x, ql_dtype t, int64_t rows, int64_t cols, int
 
 static void weights_close(weights *x)
 {
-    for (int i = 0; i < 6; i++) put_back(x->out[i].data);
+    for (int i = 0; i < 6 && x->out[i].data; i++) put_back(x->out[i].data);
     for (int i = 0; i < 6 * x->side; i++) {
         put_back((void *)(uintptr_t)x->w[i].packed[0]);
         put_back((void *)(uintptr_t)x->w[i].absmax[0]), put_back((void *)(uintptr_t)x->w[i].absmax2[0]);
@@ -336,6 +336,63 @@ static void bench_attention(ql_dtype t, int64_t docs, int64_t s, int64_t heads, 
     free(meta);
 }
 
+/* ---- a layer of text ---- */
+
+enum { KEYS = 1024 }; /* of each sequence */
+
+typedef struct {
+    weights qkv, o, gu, down;
+    ql_tensor h, h2, x, heads, seen, wide, a, norm, pos, freq, slot, k, v, lse;
+    ql_attn attn;
+} text;
+
+static ql_status few_of(weights *w, int round, ql_tensor out, ql_tensor x, ql_tensor c)
+{
+    return ql_nf4_matmul(&q, out, x, &w->w[round % 6 * w->side], w->side, c, QL_NONE);
+}
+
+/* What core/layer.c does for a token of each sequence, where there are no adapters. */
+static ql_status run_text(void *ctx, int round)
+{
+    text *x = ctx;
+    QL_TRY(ql_rmsnorm(&q, x->x, x->h, x->norm, 1e-5f));
+    QL_TRY(few_of(&x->qkv, round, x->heads, x->x, QL_NONE));
+    QL_TRY(ql_rope(&q, ql_cols(x->heads, 0, (H + G) * D), D, x->pos, x->freq, 1, 1));
+    QL_TRY(ql_scatter_rows(&q, x->k, ql_cols(x->heads, H * D, G * D), x->slot));
+    QL_TRY(ql_scatter_rows(&q, x->v, ql_cols(x->heads, (H + G) * D, G * D), x->slot));
+    QL_TRY(ql_attention(&q, x->seen, x->lse, ql_cols(x->heads, 0, H * D), x->k, x->v, &x->attn));
+    QL_TRY(few_of(&x->o, round, x->h2, x->seen, x->h));
+    QL_TRY(ql_rmsnorm(&q, x->x, x->h2, x->norm, 1e-5f));
+    QL_TRY(few_of(&x->gu, round, x->wide, x->x, QL_NONE));
+    QL_TRY(ql_swiglu(&q, x->a, x->wide));
+    return few_of(&x->down, round, x->h, x->a, x->h2);
+}
+
+static void bench_text(ql_dtype t, int64_t m)
+{
+    enum { ROWS = 8 };
+    int32_t meta[5][ROWS], *on_dev = get(sizeof meta);
+    text x = {.attn = {H, G, D, 0, 1 / sqrtf((float)D), m, on_dev, on_dev + ROWS, on_dev + 2 * ROWS, on_dev + 3 * ROWS, 1, KEYS}};
+    for (int i = 0; i < ROWS; i++)
+        meta[0][i] = i, meta[1][i] = 1, meta[2][i] = i * KEYS, meta[3][i] = KEYS, meta[4][i] = i * KEYS + KEYS - 1;
+    must(backend->dev->copy(q.stream, on_dev, meta, sizeof meta), "copy");
+    must(backend->dev->sync(q.stream), "sync");
+    x.slot = ql_vec(on_dev + 4 * ROWS, QL_I32, m), x.pos = ql_vec(on_dev + 3 * ROWS, QL_I32, m);
+    weights_open(&x.qkv, t, (H + 2 * G) * D / 3, C, 3), weights_open(&x.o, t, C, C, 1);
+    weights_open(&x.gu, t, F, C, 2), weights_open(&x.down, t, C, F, 1);
+    ql_tensor *all[] = {&x.h, &x.h2, &x.x, &x.heads, &x.seen, &x.wide, &x.a, &x.k, &x.v};
+    const int64_t cols[] = {C, C, C, (H + 2 * G) * D, C, 2 * F, F, G * D, G * D};
+    for (int i = 0; i < 9; i++) *all[i] = random_mat(t, i < 7 ? m : m * KEYS, cols[i], cols[i], 1);
+    x.norm = random_mat(QL_F32, 1, C, C, 1), x.freq = random_mat(QL_F32, 1, D / 2, D / 2, 1), x.lse = random_mat(QL_F32, m, H, H, 1);
+    double ms = time_of(run_text, &x), n = (double)C * ((H + 2 * G) * D + C + 3 * F), bytes = n * (0.5 + 1.0 / 64 + 4.0 / 64 / 256);
+    char what[96];
+    snprintf(what, sizeof what, "a layer of the 8B, %lld row%s, %d keys each %s", (long long)m, m > 1 ? "s" : "", KEYS, names[t]);
+    line(what, t, ms, bytes, 0);
+    for (int i = 0; i < 9; i++) put_back(all[i]->data);
+    put_back(x.norm.data), put_back(x.freq.data), put_back(x.lse.data), put_back(on_dev);
+    weights_close(&x.qkv), weights_close(&x.o), weights_close(&x.gu), weights_close(&x.down);
+}
+
 /* ---- memory-bound ops ---- */
 
 typedef struct {
@@ -453,6 +510,10 @@ int main(int argc, char **argv)
             bench_few(t, m, "8B gate_up", 2, 14336, 4096, 70), bench_few(t, m, "8B down", 1, 4096, 14336, 70);
             bench_few(t, m, "70B gate_up", 2, 28672, 8192, 70), bench_few(t, m, "70B down", 1, 8192, 28672, 70);
         }
+    }
+    if (PART("text")) {
+        head("a token of text, without adapters: 4-bit weights against a long copy");
+        bench_text(t, 1), bench_text(t, 8);
     }
     if (PART("small")) head("ops that move bytes"), bench_small(t);
     if (PART("attention")) {

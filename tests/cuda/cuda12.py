@@ -42,7 +42,7 @@ SHIM = {
     "stdlib.h": "#include <stddef.h>\n",
     "string.h": "#include <stddef.h>\nint memcmp(const void *, const void *, size_t); int strcmp(const char *, const char *); size_t strlen(const char *);\n",
     "before.h": "#define INFINITY __int_as_float(0x7f800000)\n#define __ATOMIC_ACQUIRE 0\n#define __atomic_load_n(p, order) (*(p))\nvoid *calloc(unsigned long, unsigned long);\n",
-    "cluster.h": "#include <cuda_runtime.h>\ntemplate <class K> cudaError_t cudaOccupancyMaxActiveClusters(int *, K, const cudaLaunchConfig_t *);\n"
+    "launch.h": "#include <cuda_runtime.h>\ntemplate <class K> cudaError_t cudaOccupancyMaxActiveClusters(int *, K, const cudaLaunchConfig_t *);\n"
                  "template <class K, class... A> cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *c, K k, A... a)\n"
                  "{\n    k<<<c->gridDim, c->blockDim>>>(a...);\n    return cudaSuccess;\n}\n",
 }
@@ -68,9 +68,8 @@ def device(top, shim, f):
     rtc = ctypes.CDLL(str(top / "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"))
     arch = "sm_90a" if f.stem.endswith("90") else "sm_75"
     options = ["--gpu-architecture=" + arch, "--std=c++17", "-default-device", "--relocatable-device-code=true", "--ptxas-options=-v", f"-I{shim}", f"-I{ROOT}",
-               *(f"-I{top}/nvidia/{p}/include" for p in ("cuda_runtime", "cuda_nvcc", "cuda_cccl", "cublas")), f"--pre-include={shim}/before.h"]
-    if arch == "sm_90a":
-        options.append(f"--pre-include={shim}/cluster.h")
+               *(f"-I{top}/nvidia/{p}/include" for p in ("cuda_runtime", "cuda_nvcc", "cuda_cccl", "cublas")), f"--pre-include={shim}/before.h",
+               f"--pre-include={shim}/launch.h"]
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     rtc.nvrtcCreateProgram(ctypes.byref(program), f.read_bytes(), str(f).encode(), 0, None, None)
     status = rtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(o.encode() for o in options)))
