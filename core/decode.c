@@ -2,6 +2,7 @@
 
 #include "core/file.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,12 +11,20 @@ enum { CACHE_BYTES = 512 << 20 }; /* sequences go side by side while their keys 
 
 /* ---- sampling --------------------------------------------------------------------------------- */
 
+/* The first of the greatest. */
 static int32_t likeliest(const float *row, int64_t n)
 {
-    int64_t best = 0;
-    for (int64_t i = 1; i < n; i++)
-        if (row[i] > row[best]) best = i;
-    return (int32_t)best;
+    enum { LANES = 16 };
+    float top[LANES];
+    int64_t i = 0;
+    for (int k = 0; k < LANES; k++) top[k] = -INFINITY;
+    for (; i + LANES <= n; i += LANES)
+        for (int k = 0; k < LANES; k++) top[k] = row[i + k] > top[k] ? row[i + k] : top[k];
+    for (; i < n; i++) top[0] = row[i] > top[0] ? row[i] : top[0];
+    for (int k = 1; k < LANES; k++) top[0] = top[k] > top[0] ? top[k] : top[0];
+    for (i = 0; i < n; i++)
+        if (row[i] == top[0]) return (int32_t)i;
+    return 0; /* not a number anywhere */
 }
 
 /* Once for each different token of prompt and answer. */
@@ -30,13 +39,47 @@ static void penalise(ql_sampler *s, float *row, int64_t vocab, const int32_t *id
     }
 }
 
-/* order[0 … keep) = the tokens with the greatest logits, greatest first, lower ids first among equals. */
-static int by_logit(const void *a, const void *b, void *row)
+static double share(float logit, double top, double temperature)
 {
-    const float *r = row;
-    int32_t i = *(const int32_t *)a, k = *(const int32_t *)b;
-    if (r[i] != r[k]) return r[i] < r[k] ? 1 : -1;
-    return i - k;
+    return exp(((double)logit - top) / temperature);
+}
+
+/* A number that is greater for a greater logit; the least of all for what is not a number. */
+static uint32_t height(float logit)
+{
+    uint32_t bits;
+    memcpy(&bits, &logit, sizeof bits);
+    if (isnan(logit)) return 0;
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+/* The likeliest of id[0 … n), as few as weigh `least` together, go to its front in their order: lower ids are taken first among equals. A token weighs its
+ * share, or 1 where there is no temperature. The height where they end is found 11 bits at a time, from the weights by height. */
+static int64_t take_likeliest(const float *row, int32_t *id, int64_t n, double least, double top, double temperature)
+{
+    enum { BINS = 2048 };
+    static const int shift[] = {21, 10, 0};
+    double bin[BINS], above = 0;
+    uint32_t end = 0;
+    int64_t taken = 0;
+    for (int s = 0; s < 3; s++) {
+        int b = BINS - 1;
+        memset(bin, 0, sizeof bin);
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t h = height(row[id[i]]);
+            if (s == 0 || h >> shift[s - 1] == end >> shift[s - 1])
+                bin[h >> shift[s] & (BINS - 1)] += temperature > 0 ? share(row[id[i]], top, temperature) : 1;
+        }
+        while (b > 0 && above + bin[b] < least) above += bin[b--];
+        end |= (uint32_t)b << shift[s];
+    }
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t h = height(row[id[i]]);
+        if (h < end || (h == end && above >= least)) continue;
+        if (h == end) above += temperature > 0 ? share(row[id[i]], top, temperature) : 1;
+        id[taken++] = id[i];
+    }
+    return taken;
 }
 
 int32_t ql_sampler_next(ql_sampler *s, float *row, int64_t vocab, const int32_t *prompt, int64_t n_prompt, const ql_ids *answer)
@@ -47,20 +90,22 @@ int32_t ql_sampler_next(ql_sampler *s, float *row, int64_t vocab, const int32_t 
         penalise(s, row, vocab, prompt, n_prompt);
         penalise(s, row, vocab, answer->data, (int64_t)answer->len);
     }
-    if (h->temperature <= 0) return likeliest(row, vocab);
-    for (int64_t i = 0; i < vocab; i++) s->order[i] = (int32_t)i;
-    qsort_r(s->order, (size_t)vocab, sizeof *s->order, by_logit, row);
-    int64_t keep = h->top_k > 0 ? ql_min64(h->top_k, vocab) : vocab, used = 0;
-    double top = (double)row[s->order[0]], sum = 0, mass = 0;
-    for (int64_t i = 0; i < keep; i++) sum += exp(((double)row[s->order[i]] - top) / h->temperature);
-    for (; used < keep && (used == 0 || mass < h->top_p * sum); used++)
-        mass += exp(((double)row[s->order[used]] - top) / h->temperature);
-    double at = (double)ql_mt_next(&s->random) / 4294967296.0 * mass;
-    for (int64_t i = 0; i < used; i++) {
-        at -= exp(((double)row[s->order[i]] - top) / h->temperature);
-        if (at < 0) return s->order[i];
+    int32_t first = likeliest(row, vocab), *id = s->order;
+    if (h->temperature <= 0) return first;
+    double top = (double)row[first], mass = 0;
+    int64_t n = vocab;
+    for (int64_t i = 0; i < n; i++) id[i] = (int32_t)i;
+    if (h->top_k > 0 && h->top_k < n) n = take_likeliest(row, id, n, (double)h->top_k, top, 0);
+    for (int64_t i = 0; i < n; i++) mass += share(row[id[i]], top, h->temperature);
+    if (h->top_p < 1) {
+        n = take_likeliest(row, id, n, fmax(h->top_p * mass, DBL_MIN), top, h->temperature);
+        mass = 0;
+        for (int64_t i = 0; i < n; i++) mass += share(row[id[i]], top, h->temperature);
     }
-    return s->order[used - 1];
+    double at = (double)ql_mt_next(&s->random) / 4294967296.0 * mass;
+    for (int64_t i = 0; i < n; i++)
+        if ((at -= share(row[id[i]], top, h->temperature)) < 0) return id[i];
+    return first;
 }
 
 /* ---- forward ---------------------------------------------------------------------------------- */
@@ -157,7 +202,8 @@ static ql_status last_logits(decoder *g, const ql_micro *mb, int count)
     ql_tensor out = ql_mat(g->logits_mem, QL_F32, all, mine, mine), index = ql_vec(m->stage[0].dev + m->stage[0].at_index, QL_I32, QL_DECODE_ROWS);
     if (ql_mem_has_head(m)) QL_TRY(ql_head_logits(&m->head, &m->shape, &r->q, &peers, ql_rows(ql_mem_h(m, 0, m->hi), 0, mb->rows), index, out));
     if (ql_plan_piped(&r->spec->choice)) return ql_rank_share(r, g->logits, used, out.data, 0, ql_mem_has_head(m) ? used : 0);
-    QL_TRY(r->set.be->dev->copy(r->compute, g->logits, out.data, all * mine * 4));
+    for (int64_t at = 0; at < all * mine; at += QL_DECODE_ROWS * mine)
+        QL_TRY(r->set.be->dev->copy(r->compute, g->logits + at, (float *)out.data + at, used));
     return r->set.be->dev->sync(r->compute);
 }
 
@@ -180,6 +226,8 @@ static ql_status forward(decoder *g, const feed *f, int count)
         ly.cache_k = g->k[l], ly.cache_v = g->v[l];
         ql_act act = m->shared;
         act.h = ql_mem_h(m, 0, l);
+        act.qk = QL_NONE; /* what a backward reads */
+        for (int i = 0; i < QL_GROUPS; i++) act.xa[i] = QL_NONE;
         QL_TRY(ql_layer_forward(&ly, &act, ql_mem_h(m, 0, l + 1)));
         if (moved) QL_TRY(dev->record(r->compute, r->slot_free[s])); /* its bytes may have been read until here */
     }
@@ -194,6 +242,7 @@ static float *logits_of(decoder *g, int i)
 {
     const ql_head *h = &g->r->mem->head;
     int64_t mine = h->count * h->piece;
+    if (h->world == 1) return g->logits + i * mine;
     for (int p = 0; p < h->world && p * mine < h->vocab; p++)
         memcpy(g->row + p * mine, g->logits + (p * QL_DECODE_ROWS + i) * mine, (size_t)ql_min64(mine, h->vocab - p * mine) * sizeof *g->row);
     return g->row;

@@ -246,6 +246,59 @@ TEST(draws_have_their_shares)
     shares((ql_sampling){.repetition_penalty = 1, .temperature = 0, .top_p = 1}, (const double[V]){0, 0, 0, 0, 0, 1});
 }
 
+/* The same by the rule's letter: all tokens sorted, then cut; drawn in the order of their ids. */
+static int32_t sorted_draw(const ql_sampling *how, const float *row, int n)
+{
+    static int order[1500];
+    double sum = 0, mass = 0;
+    ql_mt random;
+    int keep = how->top_k > 0 && how->top_k < n ? (int)how->top_k : n, used = 0;
+    for (int i = 0; i < n; i++) {
+        int k = i;
+        for (; k > 0 && row[order[k - 1]] < row[i]; k--) order[k] = order[k - 1];
+        order[k] = i;
+    }
+#define SHARE(i) exp(((double)row[order[i]] - (double)row[order[0]]) / how->temperature)
+    for (int i = 0; i < keep; i++) sum += SHARE(i);
+    while (used < keep && (used == 0 || mass < how->top_p * sum)) mass += SHARE(used), used++;
+    ql_mt_seed(&random, how->seed);
+    double at = (double)ql_mt_next(&random) / 4294967296.0 * mass, top = (double)row[order[0]];
+    int first = order[0];
+    for (int i = 1; i < used; i++)
+        for (int k = i; k > 0 && order[k - 1] > order[k]; k--) {
+            int other = order[k];
+            order[k] = order[k - 1], order[k - 1] = other;
+        }
+    for (int i = 0; i < used; i++)
+        if ((at -= exp(((double)row[order[i]] - top) / how->temperature)) < 0) return order[i];
+#undef SHARE
+    return first;
+}
+
+TEST(draws_are_those_of_a_sort)
+{
+    enum { N = 1500 };
+    static float row[N], scratch[N];
+    static int32_t seen[N], order[N];
+    const int64_t top_k[] = {1, 50, 1499, 0, N, 9999};
+    const double top_p[] = {0, 0.5, 0.95, 0.9999}, temperature[] = {0.01, 0.7, 40}, spread[] = {0, 1, 12};
+    ql_mt random;
+    ql_ids none = {0};
+    ql_mt_seed(&random, 5);
+    for (int round = 0; round < 6 * 4 * 3 * 3 * 3; round++) {
+        ql_sampling how = {.repetition_penalty = 1, .temperature = temperature[round % 3], .top_p = top_p[round / 3 % 4], .top_k = top_k[round / 12 % 6],
+                           .seed = (uint64_t)round};
+        ql_sampler s = {.how = &how, .seen = seen, .order = order};
+        /* Equal logits too, and some that cannot be. */
+        for (int i = 0; i < N; i++) row[i] = (float)(spread[round / 72 % 3] * (double)(ql_mt_next(&random) % 1024) / 64);
+        row[7] = -INFINITY;
+        ql_mt_seed(&s.random, how.seed);
+        memcpy(scratch, row, sizeof row);
+        CHECK_INT(ql_sampler_next(&s, scratch, N, NULL, 0, &none), sorted_draw(&how, row, N));
+    }
+}
+
 TEST_MAIN(T(a_token_runs_no_prefix_resident), T(a_token_runs_no_prefix_16_bit), T(a_token_runs_no_prefix_host),
           T(a_token_runs_no_prefix_sharded), T(a_token_runs_no_prefix_windowed), T(a_token_runs_no_prefix_qwen), T(a_prompt_runs_once),
-          T(the_penalty_divides_or_multiplies_once), T(draws_have_their_shares))
+          T(the_penalty_divides_or_multiplies_once), T(draws_have_their_shares),
+          T(draws_are_those_of_a_sort))
