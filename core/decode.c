@@ -262,9 +262,14 @@ typedef struct {
 static ql_status take(decoder *g, flow *f, int row)
 {
     const ql_decoding *d = g->d;
+    float *logits = logits_of(g, row);
     g->pick.random = f->random;
-    int32_t id = ql_sampler_next(&g->pick, logits_of(g, row), g->r->mem->head.vocab, f->s->prompt, f->s->len, &f->s->out);
+    int32_t id = ql_sampler_next(&g->pick, logits, g->r->mem->head.vocab, f->s->prompt, f->s->len, &f->s->out);
     f->random = g->pick.random;
+    if (!isfinite(logits[id]))
+        QL_FAIL(QL_EINVAL, "generate: prompt %d, token %zu: the model's logits are not finite. In float16 numbers end at 65504: `config --residual_dtype float32`, or "
+                "`--dtype bfloat16` from compute capability 8.0 on; or the adapter is of a run that diverged: `generate --run none` asks the model without it",
+                f->number + 1, f->s->out.len + 1);
     for (int i = 0; i < d->stops; i++) f->over |= d->stop[i] == id;
     if (f->over) return QL_OK;
     QL_TRY(ql_ids_push(&f->s->out, id));

@@ -1,6 +1,8 @@
 """generate on the real engine: the tokens that transformers' generate takes on the golden models, from every store; chats; the bare base;
 what is wrong with a prompt."""
 import json
+import shutil
+import struct
 
 import pytest
 from engine import TINY, Engine, job
@@ -108,6 +110,22 @@ def test_what_is_wrong_with_a_prompt(engine, fields, word):
     # It costs the devices nothing.
     events, end = engine.run("generate", job=job(data=None), adapter=None, prompts=["a"], max_new_tokens=1)
     assert end["ev"] == "done" and not any(e.get("state") == "placing" for e in events)
+
+
+def test_logits_that_are_not_finite(engine, tmp_path):
+    """What float16 does to a model whose activations pass 65504: an error, no answer of the vocabulary's first token."""
+    folder = shutil.copytree(GOLDEN / "llama" / "model", tmp_path / "model")
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    n = struct.unpack("<Q", data[:8])[0]
+    start, stop = json.loads(data[8:8 + n])["model.norm.weight"]["data_offsets"]
+    data[8 + n + start:8 + n + stop] = struct.pack("<H", 0x4880) * ((stop - start) // 2)  # 2^18
+    (folder / "model.safetensors").write_bytes(data)
+    case = {"model": str(folder)}
+    for settings in {"devices": "cpu:1"}, {"devices": "cpu:2", "store": "sharded"}:
+        events, end = engine.run("generate", job=golden_job(case, dtype="float16", residual_dtype="float16", **settings), adapter=None,
+                                 prompts=[[5, 6, 7], [8]], max_new_tokens=4)
+        assert end["ev"] == "error" and "prompt 1, token 1: the model's logits are not finite" in end["text"] and "--run none" in end["text"]
+        assert len(engine.ask("generate", job=golden_job(case, dtype="float32", **settings), adapter=None, prompts=[[5, 6, 7]], max_new_tokens=4)["tokens"][0]) == 4
 
 
 def test_the_shell(tmp_path):
