@@ -62,7 +62,7 @@ ql_status ql_json_load(const char *path, int64_t max, json_t **out)
 
 ql_status ql_json_save(const char *path, const json_t *v)
 {
-    char *text = json_dumps(v, JSON_INDENT(2) | JSON_SORT_KEYS);
+    char *text = json_dumps(v, JSON_INDENT(2));
     if (!text) QL_FAIL(QL_ENOMEM, "cannot encode %s as JSON", path);
     size_t n = strlen(text);
     text[n] = '\n'; /* in place of the NUL: n + 1 bytes are written */

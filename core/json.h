@@ -11,7 +11,8 @@
 ql_status ql_json_parse(const char *text, size_t n, const char *what, json_t **out) QL_MUST_USE;
 /* At most max bytes; messages name the file without its folder. */
 ql_status ql_json_load(const char *path, int64_t max, json_t **out) QL_MUST_USE;
-/* Atomic (core/file.h), indent 2, keys sorted, newline at the end. */
+/* Atomic (core/file.h), indent 2, keys in their order (the first pattern of a rank_pattern holds),
+ * newline at the end. */
 ql_status ql_json_save(const char *path, const json_t *v) QL_MUST_USE;
 
 /* Required values: "config.json: 'hidden_size' must be an integer from 1 to 65536, found -3". */

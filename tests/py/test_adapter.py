@@ -74,6 +74,20 @@ def test_refused(engine, tmp_path):
     assert end["ev"] == "error" and "use_dora" in end["text"], end
 
 
+def test_patterns_keep_their_order(engine, tmp_path):
+    """The first pattern that matches holds, in the run's files as in its job; the name that comes first in the alphabet is another."""
+    patterns = {"r": 4, "target_modules": ["q_proj", "down_proj"], "rank_pattern": {"self_attn.q_proj": 3, "q_proj": 2},
+                "alpha_pattern": {"model.layers.0.mlp.down_proj": 64, "down_proj": 2}}
+    whole = train(engine, tmp_path / "run", save_steps=3, **patterns)
+    for file in ("adapter_config.json", "job.json"):
+        saved = json.loads((tmp_path / "run" / file).read_text())
+        for key in ("rank_pattern", "alpha_pattern"):
+            assert list(saved[key].items()) == list(patterns[key].items()), file
+    again = train(engine, tmp_path / "run", save_steps=3, resume=str(tmp_path / "run" / "checkpoint-3"), **patterns)
+    assert losses(again) == losses(whole)[3:]
+    engine.ask("generate", job=job(), adapter=str(tmp_path / "run"), prompts=["Mira was a"], max_new_tokens=2)
+
+
 def test_verbs(tmp_path):
     text = """load tiny
 data tiny

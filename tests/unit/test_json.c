@@ -69,7 +69,7 @@ TEST(files)
     size_t n = 0;
     CHECK_OK(ql_json_save(p, o));
     CHECK_OK(ql_file_read(p, 100, &text, &n));
-    CHECK(strncmp(text, "{\n  \"a\": [\n    0.1", 17) == 0 && text[n - 1] == '\n');
+    CHECK(strncmp(text, "{\n  \"b\": 1,\n  \"a\": [\n    0.1", 27) == 0 && text[n - 1] == '\n');
     free(text);
     CHECK_OK(ql_json_load(p, 1000, &back));
     CHECK(json_equal(o, back));
