@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MAX_STOPS = 32, MAX_PROMPTS = 4096, MAX_NEW = 1 << 20 };
+enum { MAX_PROMPTS = 4096, MAX_NEW = 1 << 20 };
 
 /* ---- in the supervisor ------------------------------------------------------------------------ */
 
@@ -165,7 +165,7 @@ typedef struct {
     ql_worker *w;
     ql_tok *tok;               /* rank 0: for text; NULL where the model has none */
     ql_decoding d;
-    int32_t stop[MAX_STOPS], *prompts;
+    int32_t *stop, *prompts;
     ql_sequence *seq;
     size_t *said;              /* bytes of each answer that the front end has */
     int n;
@@ -195,8 +195,6 @@ static ql_status open_gen(gen *g, ql_worker *w, const json_t *c)
     memset(g, 0, sizeof *g);
     g->w = w;
     QL_TRY(read_sampling(c, &g->d.how));
-    json_array_foreach((json_t *)(uintptr_t)stops, i, v) if (i < MAX_STOPS) g->stop[g->d.stops++] = (int32_t)json_integer_value(v);
-    g->d.stop = g->stop;
     g->d.save_logits = json_string_value(json_object_get(c, "logits"));
     g->d.token = w->p->rank == 0 ? on_token : NULL;
     g->d.user = g;
@@ -205,7 +203,10 @@ static ql_status open_gen(gen *g, ql_worker *w, const json_t *c)
     g->seq = calloc((size_t)g->n + 1, sizeof *g->seq);
     g->said = calloc((size_t)g->n + 1, sizeof *g->said);
     g->prompts = calloc(total + 1, sizeof *g->prompts);
-    if (!g->seq || !g->said || !g->prompts) QL_FAIL(QL_ENOMEM, "generate: no memory");
+    g->stop = calloc(json_array_size(stops) + 1, sizeof *g->stop);
+    if (!g->seq || !g->said || !g->prompts || !g->stop) QL_FAIL(QL_ENOMEM, "generate: no memory");
+    json_array_foreach((json_t *)(uintptr_t)stops, i, v) g->stop[g->d.stops++] = (int32_t)json_integer_value(v);
+    g->d.stop = g->stop;
     json_array_foreach((json_t *)(uintptr_t)all, i, one)
     {
         g->seq[i].prompt = g->prompts + at, g->seq[i].len = (int64_t)json_array_size(one);
@@ -222,6 +223,7 @@ static void close_gen(gen *g)
     free(g->seq);
     free(g->said);
     free(g->prompts);
+    free(g->stop);
     ql_str_free(&g->text);
     ql_tok_close(g->tok);
 }

@@ -60,6 +60,18 @@ def test_a_prompt_does_not_feel_the_others(engine):
     assert together != texts(engine, PROMPTS, **{**how, "seed": 12})
 
 
+def test_any_number_of_tokens_ends_an_answer(engine, tmp_path):
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    config = json.loads((folder / "generation_config.json").read_text())
+
+    def answer(*stops):
+        (folder / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": list(stops)}))
+        return engine.ask("generate", job=job(data=None, model=str(folder)), adapter=None, prompts=["Mira was a"], max_new_tokens=8)["tokens"][0]
+    whole = answer()
+    others = [i for i in range(100) if i not in whole]
+    assert answer(*others[:40], whole[3]) == whole[:whole.index(whole[3])]
+
+
 def test_pieces_make_the_text(engine):
     events, end = engine.run("generate", job=job(data=None), adapter=None, prompts=PROMPTS[:3], max_new_tokens=24)
     pieces = ["", "", ""]
