@@ -195,6 +195,19 @@ def test_the_adapter_of_a_peft_model(folder):
         named.train()
 
 
+def test_the_patterns_of_a_peft_model(folder):
+    """The first that matches holds, as in the model; PEFT writes them in the alphabet's order."""
+    config = LoraConfig(r=8, target_modules=["q_proj", "down_proj"], rank_pattern={"self_attn.q_proj": 4, "q_proj": 2},
+                        alpha_pattern={"self_attn.q_proj": 64, "q_proj": 1}, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(TINY), config)
+    t = qlora.SFTTrainer(model, args=sft(max_steps=2), train_dataset=rows())
+    t.train()
+    t.save_model("adapter")
+    again = PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(TINY), "adapter")
+    scales = [{n: m.scaling["default"] for n, m in x.named_modules() if hasattr(m, "lora_A")} for x in (model, again)]
+    assert scales[0] == scales[1] and 16 in scales[0].values()
+
+
 def test_formatting_func_and_lists():
     data = [{"q": f"question {i}", "a": f"answer {i}"} for i in range(32)]
     a = trainer(train_dataset=data, formatting_func=lambda r: f"{r['q']}\n{r['a']}")

@@ -470,6 +470,9 @@ def _adapter(model, folder):
         model.save_pretrained(made)
         name = getattr(model, "active_adapter", "default")
         made = Path(made) / name if (Path(made) / str(name)).is_dir() else Path(made)  # any but "default" has a folder of its own
+        # PEFT sorts what it writes; of the patterns the first that matches holds.
+        config, patterns = made / "adapter_config.json", {p: getattr(model.peft_config[name], p) for p in ("rank_pattern", "alpha_pattern")}
+        config.write_text(json.dumps({**json.loads(config.read_text()), **patterns}, indent=2))
         digest = hashlib.sha256(b"".join((made / f).read_bytes() for f in ("adapter_config.json", "adapter_model.safetensors")))
         path = where / f"adapter-{digest.hexdigest()[:8]}"
         shutil.copytree(made, path, dirs_exist_ok=True)
