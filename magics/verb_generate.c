@@ -62,7 +62,7 @@ static ql_status generate_answer(generating *g, json_t *result, json_t **out)
 {
     json_t *data = json_copy(result), *bundle = NULL;
     const char *first = json_string_value(json_array_get(json_object_get(result, "texts"), 0));
-    char line[80];
+    ql_buf line = {0};
     ql_status st = QL_OK;
     json_object_set(data, "prompts", g->prompts);
     if (g->shown) {
@@ -74,12 +74,17 @@ static ql_status generate_answer(generating *g, json_t *result, json_t **out)
     }
     first = first ? first + strspn(first, " \n") : "";
     size_t fit = ql_text_fit(first, 60);
-    snprintf(line, sizeof line, "%.*s%s", (int)(fit < 72 ? fit : 72), first, fit < strlen(first) ? " …" : "");
-    for (char *p = line; *p; p++)
-        if (*p == '\n') *p = ' ';
-    if (st == QL_OK) return ql_result("text", line, data, bundle, out);
-    json_decref(data);
-    json_decref(bundle);
+    ql_buf_add(&line, first, fit);
+    if (first[fit]) ql_buf_put(&line, " …");
+    for (size_t i = 0; i < line.len; i++)
+        if (line.data[i] == '\n') line.data[i] = ' ';
+    if (st == QL_OK) {
+        st = ql_result("text", ql_buf_str(&line), data, bundle, out);
+    } else {
+        json_decref(data);
+        json_decref(bundle);
+    }
+    ql_buf_free(&line);
     return st;
 }
 

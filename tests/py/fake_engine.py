@@ -166,7 +166,7 @@ def generate(c):
         for variant, out in (("adapter", texts), ("base", base)):
             if variant == "base" and not c.get("compare"):
                 continue
-            words = [" Paris", ",", " of", " course", "."] if variant == "adapter" else [" the", " the", " the"]
+            words = ["Да, "] * 20 if "cyrillic" in how else [" Paris", ",", " of", " course", "."] if variant == "adapter" else [" the", " the", " the"]
             for w in words:
                 send("token", prompt=i, variant=variant, text=w)
                 time.sleep(pace)

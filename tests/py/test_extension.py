@@ -248,6 +248,11 @@ def test_cells_with_bodies(kernel):
     assert "line 1: unknown key" in reply["evalue"]
 
 
+def test_an_answer_s_line_is_cut_by_columns(tmp_path):
+    r = python("import qlora\nqlora.run('load', 'tiny')\nr = qlora.run('generate', 'a')\nprint(ascii(r._line), r['texts'][0] == 'Да, ' * 20)", tmp_path, "cyrillic")
+    assert r.stdout.endswith(ascii("Да, " * 15 + " …") + " True\n"), r.stdout + r.stderr
+
+
 def test_one_verb_at_a_time(kernel):
     code = """
 import _thread, pathlib, threading, time
