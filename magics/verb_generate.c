@@ -15,7 +15,7 @@ typedef struct {
     json_t *result;           /* {"texts", "base"} as it grows */
     ql_live *live;            /* loading */
     char id[40];
-    int shown;
+    int shown, some;          /* some: a piece of an answer has come */
     double at;
 } generating;
 
@@ -44,6 +44,7 @@ static ql_status on_token(void *self, const json_t *ev)
     ql_buf_put(&b, ql_jstr(ev, "text", ""));
     json_array_set_new(list, (size_t)i, ql_buf_json(&b));
     ql_buf_free(&b);
+    g->some = 1;
     double t = ql_jnum(ev, "t", 0);
     if (g->m->follow == QL_FOLLOW_LINES || t - g->at < GENERATE_MS / 1000.0) return QL_OK;
     g->at = t;
@@ -180,6 +181,7 @@ ql_status ql_verb_generate(ql_magics *m, const ql_call *call, json_t **out)
     g.result = json_pack("{s:[], s:[]}", "texts", "base");
     snprintf(g.id, sizeof g.id, "qlora-text-%p-%d", (void *)m, m->displays);
     st = ql_client_command(m->client, cmd, on_token, on_generate_tick, &g, &result);
+    if (st != QL_OK && g.some) show_generated(&g); /* what had come stays to be read */
     ql_status shown = ql_live_finish(g.live,
                                      st == QL_OK      ? "done"
                                      : st == QL_ESTOP ? "stopped"

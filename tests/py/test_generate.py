@@ -2,11 +2,14 @@
 what is wrong with a prompt."""
 import json
 import shutil
+import signal
 import struct
+import subprocess
+import time
 
 import pytest
 from engine import TINY, Engine, job
-from front_end import BUILD, ROOT, shell
+from front_end import BUILD, ROOT, environment, shell
 
 GOLDEN = ROOT / "tests" / "golden"
 CASES = json.loads((GOLDEN / "generate.json").read_text())
@@ -151,3 +154,15 @@ def test_the_shell(tmp_path):
     line = next(x for x in before.splitlines() if x.startswith("Mira was a"))
     assert "without it" not in before and line in after.split("with the adapter")[0]
     assert "without it" in after and "Hello\n\n" in after
+
+
+def test_the_shell_s_stop_keeps_the_text(tmp_path):
+    """The bundled model goes on with "/ the / the" as long as it may."""
+    p = subprocess.Popen([str(BUILD / "qlora"), "-c", "load tiny", "-c", "config --devices cpu:1", "-c", "generate B --max_new_tokens 200000"], cwd=tmp_path,
+                         env=environment(engine=BUILD / "qlora-engine"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while p.stdout.readline() != "generating\n":
+        assert p.poll() is None
+    time.sleep(2)
+    p.send_signal(signal.SIGINT)
+    out, err = p.communicate(timeout=60)
+    assert p.returncode == 130 and err == "qlora: stopped\n" and out.startswith("B / the / the /"), out[:200] + err
