@@ -362,6 +362,21 @@ print(json.load(open("c.json"))["r"])
     assert r.returncode == 0 and r.stdout.splitlines()[-1] == "8", r.stdout + r.stderr
 
 
+def test_a_prompt_from_python_is_a_text(tmp_path):
+    r = python("""
+import qlora
+qlora.run("load", "tiny")
+print(len(qlora.run("generate", *["a", None, "b"])["texts"]))
+for odd in (["a", "b"], [1, 2], [{"role": "user", "content": "a"}], 5):
+    try:
+        print(qlora.run("generate", odd))
+    except qlora.Error as e:
+        print(e)
+""", tmp_path)
+    lines = r.stdout.splitlines()[-5:]
+    assert lines[0] == "2" and all(f"of type {t}: generate takes texts" in x for t, x in zip(("list", "list", "list", "int"), lines[1:])), r.stdout + r.stderr
+
+
 def test_rows_are_given_to_plain_python(tmp_path):
     r = python("""
 import qlora

@@ -404,7 +404,11 @@ def run(verb, *args, body=None, **options):
         args = [_source(a) for a in args]
     if "eval_dataset" in options:
         options["eval_dataset"] = _source(options["eval_dataset"])
-    if verb != "generate":
+    if verb == "generate":
+        for a in args:
+            if a is not None and not isinstance(a, str):
+                raise Error(f"a prompt of type {type(a).__name__}: generate takes texts, one after another: run(\"generate\", *prompts)")
+    else:
         args = [_os.path.expanduser(a) if isinstance(a, str) else a for a in args]
     words = [verb] + [_word(getattr(a, "path", a)) for a in args if a is not None] + [f"--{k}={_word(v)}" for k, v in options.items()]
     return _result(_stoppable(" ".join(words), body))
