@@ -122,6 +122,9 @@ def test_train_evaluate_save(folder):
     metrics = t.evaluate()
     last = [r["eval_loss"] for r in t.state.log_history if "eval_loss" in r][-1]
     assert abs(metrics["eval_loss"] - last) < 1e-6
+    # transformers logs this evaluation, too: the records have it, callbacks are told in its order.
+    assert t.state.log_history[-1] == dict(metrics, step=6) and metrics["epoch"] == t.state.epoch
+    assert watch.logs[-1] == (6, metrics) and watch.seen[-1] == "on_evaluate"
     t.save_model("adapter")
     model = PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(TINY), "adapter")
     assert model.peft_config["default"].r == 8

@@ -338,7 +338,9 @@ class SFTTrainer:
             other["eval_dataset"] = self._path("eval", eval_dataset, Path(self.job.get("output_dir") or "runs").parent)
         found = run("eval", self._trained() if self.run is not None else "none", **other)
         metrics = {k.replace("eval", metric_key_prefix, 1): v for k, v in found.items() if k.startswith("eval_")}
-        metrics.update({k: v for k, v in found.items() if k == "epoch"})
+        if self.state.epoch is not None:
+            metrics["epoch"] = self.state.epoch
+        self._follow._log(metrics)
         self._follow.call("on_evaluate", metrics=metrics)
         return metrics
 
