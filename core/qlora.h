@@ -96,6 +96,8 @@ ql_status ql_fetch(const ql_hub_access *hub, ql_fetch_what what, const char *nam
 /* runs/<name>/{job.json, events.jsonl, trainer_state.json, checkpoint-N/, adapter_model.safetensors, adapter_config.json}. The next free
  * "run-N" under dir. */
 ql_status ql_run_next_name(const char *dir, char *buf, size_t size);
+/* Whether a process trains in this run's folder now: events.jsonl is locked. */
+int ql_run_trains(const char *path);
 /* The checkpoint that a run goes on from: the latest whole one in its folder, or the one that is named. While no engine trains there.
  * Caller frees. */
 ql_status ql_run_checkpoint(const char *path, char **out);

@@ -5,10 +5,13 @@
 #include <ctype.h>
 #include <dirent.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 /* "prefix-12" → 12; -1 for any other name. */
 static int64_t numbered(const char *name, const char *prefix)
@@ -36,10 +39,26 @@ ql_status ql_run_next_name(const char *dir, char *buf, size_t size)
     return QL_OK;
 }
 
+int ql_run_trains(const char *path)
+{
+    char file[QL_PATH_MAX];
+    if ((size_t)snprintf(file, sizeof file, "%s/events.jsonl", path) >= sizeof file) return 0;
+    int fd = open(file, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return 0;
+    int locked = flock(fd, LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+    close(fd);
+    return locked;
+}
+
 ql_status ql_run_checkpoint(const char *path, char **out)
 {
     char found[QL_PATH_MAX];
-    QL_TRY(ql_ckpt_find(path, found));
+    ql_status st = ql_ckpt_find(path, found);
+    if (st != QL_OK && ql_run_trains(path)) {
+        ql_error_clear();
+        QL_FAIL(QL_EINVAL, "%s is being trained elsewhere (another notebook or terminal) and has no checkpoint to go on from yet; stop it there first", path);
+    }
+    QL_TRY(st);
     char *copy = strdup(found);
     if (!copy) QL_FAIL(QL_ENOMEM, "no memory for a path");
     *out = copy;

@@ -151,6 +151,8 @@ ql_status ql_session_adapter_folder(const char *path, char **folder)
         QL_GO(ql_run_report(path, &report));
         const json_t *all = json_object_get(report, "checkpoints");
         from = ql_jstr(json_array_get(all, json_array_size(all) - 1), "path", NULL);
+        if (!from && ql_run_trains(path))
+            QL_GO(ql_fail(QL_EINVAL, "%s has no adapter yet: it is being trained elsewhere (another notebook or terminal); a checkpoint comes every save_steps, and at Stop", path));
         if (!from)
             QL_GO(ql_fail(QL_EINVAL, "%s has no adapter: it ended before its first checkpoint (every save_steps, and at Stop)", path));
     }

@@ -1,4 +1,5 @@
 """build/qlora: verbs from stdin, text/plain out, and a client that survives every kind of engine."""
+import fcntl
 import json
 import os
 import re
@@ -237,6 +238,10 @@ def test_an_engine_that_died_before_a_checkpoint(tmp_path):
     assert r.returncode == 1
     assert "no adapter: it ended before its first checkpoint" in shell(SETUP + "eval run-1\n", tmp_path).stderr
     assert "no whole checkpoint to go on from" in shell(SETUP + "resume run-1\n", tmp_path).stderr
+    with open(tmp_path / "runs/run-1/events.jsonl") as f:   # as an engine that trains there has it
+        fcntl.flock(f, fcntl.LOCK_EX)
+        assert "no adapter yet: it is being trained elsewhere" in shell(SETUP + "eval run-1\n", tmp_path).stderr
+        assert "being trained elsewhere" in shell(SETUP + "resume run-1\n", tmp_path).stderr
 
 
 def test_unload_says_what_it_did(tmp_path):
