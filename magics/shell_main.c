@@ -94,7 +94,16 @@ static ql_status run_file(ql_magics *m, FILE *f, const char *name)
     if (terminal) puts("%qlora's verbs, one a line; help lists them, Ctrl-D ends");
     for (;;) {
         if (terminal) st = QL_OK, ask(open);
-        if (st != QL_OK || (n = getline(&text, &cap, f)) < 0) break;
+        if (st != QL_OK) break;
+        n = getline(&text, &cap, f);
+        if (n < 0 && terminal && ferror(f) && errno == EINTR) { /* Ctrl-C drops what was typed, as in a shell */
+            clearerr(f);
+            interrupts(NULL);
+            open = 0;
+            puts("");
+            continue;
+        }
+        if (n < 0) break;
         if (n >= 3 && memcmp(text, "\xef\xbb\xbf", 3) == 0) memmove(text, text + 3, (size_t)(n -= 3) + 1); /* some editors' first bytes */
         int cell, blank = strspn(text, " \t\r\n") == (size_t)n;
         if (open && (blank || text[0] == '%')) {

@@ -2,9 +2,11 @@
 import fcntl
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
+import termios
 import time
 import xml.etree.ElementTree as ET
 
@@ -297,7 +299,6 @@ def test_its_arguments(tmp_path, arguments, code, part):
 
 
 def test_a_terminal_is_asked_and_survives_errors(tmp_path):
-    import pty
     terminal, end = pty.openpty()
     p = subprocess.Popen([str(BUILD / "qlora")], cwd=tmp_path, env=environment(), stdin=end, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     os.close(end)
@@ -417,3 +418,30 @@ def test_a_stopped_run_goes_on_with_its_own_settings(tmp_path):
     assert r.stdout.count("in the checkpoint") == 1
     job = json.loads((tmp_path / "c.json").read_text())
     assert job["max_steps"] == step + 1 and job["learning_rate"] == 3e-4 and job["save_total_limit"] == 2
+
+
+def test_ctrl_c_where_a_line_is_asked_for(tmp_path):
+    """It drops what was typed, a cell's lines as well; the shell, its settings and its engine stay."""
+    ours, theirs = pty.openpty()
+    p = subprocess.Popen([str(BUILD / "qlora")], cwd=tmp_path, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs,
+                         preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)))
+    os.close(theirs)
+    said = b""
+
+    def say(text, until):
+        nonlocal said
+        os.write(ours, text)
+        at, end = len(said), time.time() + 60
+        while until not in said[at:] and time.time() < end:
+            said += os.read(ours, 65536)
+        assert until in said[at:], said.decode()
+
+    say(b"load tiny\n", b"qlora> ")
+    say(b"nonsense\x03", b"\r\nqlora> ")
+    say(b"%%qlora config\n", b"     > ")
+    say(b"r: 3\n", b"     > ")
+    say(b"\x03", b"\r\nqlora> ")
+    say(b"config\n", b"set: by you")
+    os.write(ours, b"\x04")
+    assert p.wait(60) == 0 and b"Interrupted" not in said and b"nonsense'" not in said and "r                            16" in said.decode()
+    os.close(ours)
