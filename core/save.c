@@ -153,7 +153,7 @@ out:
     return st;
 }
 
-ql_status ql_save_final(ql_worker *w, const char *run, ql_history *h)
+ql_status ql_save_final(ql_worker *w, const char *run, ql_history *h, int trained)
 {
     const ql_task *t = w->task;
     ql_status st = QL_OK;
@@ -166,7 +166,7 @@ ql_status ql_save_final(ql_worker *w, const char *run, ql_history *h)
     QL_GO(ql_path_mkdirs(run));
     QL_GO(ql_lora_save(t->lora, flat, t->args.save_dtype, run));
     QL_GO(ql_history_save(h, run));
-    QL_GO(save_job(w, run));
+    if (trained) QL_GO(save_job(w, run));
 out:
     free(flat);
     return st;

@@ -26,7 +26,7 @@ typedef struct {
     ql_rank *r;
     const char *dir;           /* runs/<name> */
     ql_history *history;
-    int64_t done, until;       /* optimizer steps made; where this command ends */
+    int64_t from, done, until; /* optimizer steps: what this command went on from, −1 for nothing; made; where it ends */
     double began, last_memory, last_save;
     int64_t tokens;            /* trained on in this session */
     char checkpoint[QL_PATH_MAX];
@@ -265,7 +265,7 @@ static ql_status begin(run *x, const char *resume)
     QL_GO(ql_optim_init(x->r, &o, lr, o.clip.scaling ? t->args.loss_scale : 1));
     if (resume) {
         QL_GO(ql_save_resume(x->w, resume, x->history));
-        x->done = ql_history_done(x->history);
+        x->from = x->done = ql_history_done(x->history);
     } else {
         QL_GO(ql_lora_first(t->lora, t->job, flat));
         QL_GO(ql_rank_set_adapters(x->r, flat));
@@ -341,7 +341,7 @@ static ql_status finish(run *x, json_t **out)
     double seconds = ql_now() - x->began;
     if (x->t->args.load_best) QL_TRY(ql_save_load_best(x->w, x->history));
     QL_TRY(ql_history_end(x->history, seconds));
-    QL_TRY(ql_save_final(x->w, x->dir, x->history));
+    QL_TRY(ql_save_final(x->w, x->dir, x->history, x->done > x->from));
     if (x->w->p->rank == 0 && x->t->args.save_total_limit == 1 && ql_history_best_path(x->history))
         QL_TRY(ql_ckpt_keep_only(x->dir, ql_history_best_path(x->history)));
     json_t *o = json_pack("{s:s,s:I,s:f,s:f,s:s,s:O}", "run", x->dir, "step", (json_int_t)x->done, "train_runtime", seconds,
@@ -354,7 +354,7 @@ static ql_status finish(run *x, json_t **out)
 
 ql_status ql_train_run(ql_worker *w, const json_t *command, json_t **out)
 {
-    run x = {.w = w, .t = w->task, .r = w->rank, .dir = json_string_value(json_object_get(command, "run"))};
+    run x = {.w = w, .t = w->task, .r = w->rank, .dir = json_string_value(json_object_get(command, "run")), .from = -1};
     const char *resume = json_string_value(json_object_get(command, "resume"));
     const json_t *n = json_object_get(command, "steps");
     ql_status st = QL_OK;

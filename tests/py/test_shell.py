@@ -221,6 +221,10 @@ def test_a_run_of_another_day(tmp_path):
     r = shell("eval run-1\nsave out --run run-1\nresume run-1\n", tmp_path, engine=REAL)
     assert r.returncode == 0 and f'from_pretrained("{ROOT}/notebooks/tiny")' in r.stdout, r.stdout + r.stderr
     assert "nothing to resume: run-1 is done, step 2 of 2" in r.stdout and "%qlora resume run-1 --max_steps N" in " ".join(r.stdout.split())
+    # Settings that nothing was trained with are not the run's.
+    job = json.loads((tmp_path / "runs/run-1/job.json").read_text())
+    r = shell("resume run-1 --max_steps 1 --learning_rate 0.5\n", tmp_path, engine=REAL)
+    assert "nothing to resume" in r.stdout and json.loads((tmp_path / "runs/run-1/job.json").read_text()) == job, r.stdout + r.stderr
 
 
 def test_a_run_that_goes_on_from_an_earlier_checkpoint(tmp_path):
