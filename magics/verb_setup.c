@@ -375,22 +375,25 @@ static ql_status made_up(const char *text, json_t **out)
             if (strcasecmp(known[i].name, x) == 0)
                 bytes = known[i].mib * 1048576, name = known[i].name, arch = known[i].arch;
     }
+    if (arch < 75) QL_FAIL(QL_ENOSUP, "--on: %s has compute capability %d.%d; 7.5 is the oldest supported", name, arch / 10, arch % 10);
     if (!(bytes > 0) || bytes > 1e13) {
         ql_buf b = {0};
         const char *names[sizeof known / sizeof *known];
         char near[96];
+        int count = 0;
         for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
-            ql_buf_printf(&b, "%s%s", i ? ", " : "", known[i].name);
-            names[i] = known[i].name;
+            if (known[i].arch < 75) continue;
+            ql_buf_printf(&b, "%s%s", count ? ", " : "", known[i].name);
+            names[count++] = known[i].name;
         }
-        ql_verb_nearest(x, names, (int)(sizeof known / sizeof *known), near, sizeof near);
+        ql_verb_nearest(x, names, count, near, sizeof near);
         ql_status st = ql_fail(QL_EINVAL, "--on: no device '%s' is known%s%s%s; there are %s, or a size: 2x15GiB", x, near[0] ? " (" : "", near,
                                near[0] ? ")" : "", ql_buf_str(&b));
         ql_buf_free(&b);
         return st;
     }
     json_t *all = json_array();
-    int joined = name != x && (arch == 70 || arch == 80 || arch == 90); /* V100, A100, H100: several come with NVLink */
+    int joined = name != x && (arch == 80 || arch == 90); /* A100, H100: several come with NVLink */
     for (int i = 0; i < (int)n; i++) {
         json_t *peers = json_array();
         for (int k = 0; joined && k < (int)n; k++)

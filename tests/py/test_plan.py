@@ -62,3 +62,11 @@ def test_what_does_not_fit_says_what_helps(tmp_path):
 def test_devices_that_are_nowhere(tmp_path, on):
     r = shell(f"load {MODELS / 'llama-8b'};\nplan --on {on}\n", tmp_path)
     assert r.returncode == 1 and "--on" in r.stderr
+
+
+@pytest.mark.parametrize("on,capability", [("2xP100", "6.0"), ("v100", "7.0"), ("2xV100-16", "7.0")])
+def test_devices_that_are_too_old(tmp_path, on, capability):
+    """What no run would start on does not fit."""
+    r = shell(f"load {MODELS / 'llama-8b'};\nplan --on {on}\n", tmp_path)
+    assert r.returncode == 1 and f"has compute capability {capability}; 7.5 is the oldest supported" in r.stderr
+    assert "100" not in shell(f"load {MODELS / 'llama-8b'};\nplan --on T5\n", tmp_path).stderr.replace("A100", "").replace("H100", "")
