@@ -286,13 +286,21 @@ static ql_status relocate(ql_magics *m, ql_job *job, const char *setting, ql_fet
     return st;
 }
 
-/* The job that a run was started with, from its folder; the notebook's own where none is stored. */
+void ql_session_cut_checkpoint(char *path)
+{
+    size_t n = strlen(path);
+    while (n > 1 && path[n - 1] == '/') path[--n] = 0;
+    char *slash = strrchr(path, '/');
+    if (slash && strncmp(slash + 1, "checkpoint-", 11) == 0) *slash = 0;
+}
+
 ql_status ql_session_run_job(ql_magics *m, const char *path, ql_job **job)
 {
-    char file[4096];
-    struct stat s;
-    snprintf(file, sizeof file, "%s/job.json", path);
-    if (stat(file, &s) < 0) return ql_job_copy(m->job, job);
+    char file[4112], run[4096];
+    snprintf(run, sizeof run, "%s", path);
+    ql_session_cut_checkpoint(run);
+    snprintf(file, sizeof file, "%s/job.json", run);
+    if (!exists(file)) return ql_job_copy(m->job, job);
     json_t *v = ql_read_json_file(file);
     if (!v) return ql_error_code();
     ql_status st = ql_job_from_json(v, job);

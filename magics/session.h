@@ -33,7 +33,9 @@ ql_status ql_session_need_model(const ql_magics *m);
 ql_status ql_session_run_path(ql_magics *m, const char *name, char **path);
 /* ql_run_report with its "name" and "path". */
 ql_status ql_session_run_report(ql_magics *m, const char *name, json_t **out);
-/* The job that a run was started with; the notebook's own where none is stored. */
+/* "runs/run-1/checkpoint-40" → the run's folder, in place; a run's folder stays. */
+void ql_session_cut_checkpoint(char *path);
+/* The job that a run, or that of a checkpoint, was started with; the notebook's own where none is stored. */
 ql_status ql_session_run_job(ql_magics *m, const char *path, ql_job **job);
 /* The notebook's job; that of the named run where the notebook has no model yet. */
 ql_status ql_session_text_job(ql_magics *m, const char *run, ql_job **job);

@@ -374,15 +374,6 @@ out:
 /* ---- resume
  * ------------------------------------------------------------------------------------------- */
 
-/* "runs/run-1/checkpoint-40" → the run's folder, in place; a run's folder stays. */
-static void cut_checkpoint(char *path)
-{
-    size_t n = strlen(path);
-    while (n > 1 && path[n - 1] == '/') path[--n] = 0;
-    char *slash = strrchr(path, '/');
-    if (slash && strncmp(slash + 1, "checkpoint-", 11) == 0) *slash = 0;
-}
-
 ql_status ql_verb_resume(ql_magics *m, const ql_call *call, json_t **out)
 {
     char *path = NULL, *whole = NULL, *checkpoint = NULL;
@@ -391,7 +382,7 @@ ql_status ql_verb_resume(ql_magics *m, const ql_call *call, json_t **out)
     ql_status st = QL_OK;
     QL_TRY(ql_session_run_path(m, call->n_args ? call->args[0] : NULL, &path));
     if (!(whole = strdup(path))) QL_GO(ql_fail(QL_ENOMEM, "out of memory"));
-    cut_checkpoint(path);
+    ql_session_cut_checkpoint(path);
     QL_GO(ql_run_report(path, &report));
     QL_GO(ql_run_checkpoint(whole, &checkpoint));
     QL_GO(ql_session_run_job(m, path, &job));
@@ -510,7 +501,8 @@ ql_status ql_verb_baseline(ql_magics *m, const ql_call *call, json_t **out)
     ql_status st = QL_OK;
     const char *of = call->n_args ? call->args[0] : NULL;
     QL_TRY(ql_session_run_path(m, of, &theirs));
-    QL_GO(ql_session_run_report(m, of, &report));
+    ql_session_cut_checkpoint(theirs); /* how many devices it had stands in the run's record alone */
+    QL_GO(ql_session_run_report(m, theirs, &report));
     QL_GO(ql_session_run_job(m, theirs, &job));
     QL_GO(one_device(job, json_object_get(report, "start")));
     QL_GO(baseline_name(m, ql_jstr(report, "name", "run"), name, sizeof name, &path));

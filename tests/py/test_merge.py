@@ -133,3 +133,15 @@ def test_model_and_adapter_have_folders_of_their_own(tmp_path):
     r = shell("merge whole --run run-1\nsave whole --run run-1\n", tmp_path, engine=BUILD / "qlora-engine", timeout=120)
     assert r.returncode == 1 and "whole holds a model (config.json)" in r.stderr, r.stderr
     assert not (tmp_path / "whole" / "adapter_config.json").exists() and not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_checkpoint_is_of_its_run(tmp_path):
+    """Verb by verb the model, the data and the devices of the run that it belongs to, not those of the notebook."""
+    train = "load tiny\ndata tiny\nconfig --devices cpu:2 --max_steps 2 --max_length 64\ntrain\n"
+    assert shell(train, tmp_path, engine=BUILD / "qlora-engine", timeout=120).returncode == 0
+    r = shell("verify run-1/checkpoint-2\nmerge out --run run-1/checkpoint-2/\nbaseline run-1/checkpoint-2 --steps 2\n", tmp_path,
+              engine=BUILD / "qlora-engine", timeout=120)
+    assert r.returncode == 0, r.stderr
+    assert "2 devices; the stores" in " ".join(r.stdout.split()) and "adapter file" in r.stdout
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert "gradient_accumulation_steps 2: the same samples" in r.stdout and "2/2 losses: same bits" in r.stdout
