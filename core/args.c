@@ -162,7 +162,7 @@ ql_status ql_steps_plan(const ql_args *a, int64_t rows, int64_t world, ql_steps 
     if (world < 1) QL_FAIL(QL_EINTERNAL, "a world of %lld", (long long)world);
     p.batches = a->drop_last ? rows / a->batch : ql_ceil_div(rows, a->batch);
     if (p.batches < 1)
-        QL_FAIL(QL_EINVAL, "the training set has %lld samples: not one batch of %lld%s", (long long)rows, (long long)a->batch,
+        QL_FAIL(QL_EINVAL, "the training set has %lld sample%s: not one batch of %lld%s", (long long)rows, rows == 1 ? "" : "s", (long long)a->batch,
                 rows > 0 ? " (dataloader_drop_last leaves out a short one)" : "");
     p.updates = ql_ceil_div(p.batches, p.group);
     n = a->max_steps > 0 ? (double)a->max_steps : ceil(a->epochs * (double)p.updates);

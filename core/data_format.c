@@ -80,14 +80,15 @@ static ql_status unknown_columns(const json_t *row, const char *text_field, bool
     for (void *it = json_object_iter(o); it && names.len < 500; it = json_object_iter_next(o, it))
         (void)ql_str_printf(&names, "%s'%.60s'", names.len ? ", " : "", json_object_iter_key(it));
     const char *all = names.data ? names.data : "(none)";
+    int one = json_object_size(o) == 1;
     if (named)
-        ql_fail(QL_EINVAL, "dataset_text_field: there is no column '%.60s'; there are %s", text_field, all);
-    else if (json_object_size(o) == 1 && strchr(all, ';'))
+        ql_fail(QL_EINVAL, "dataset_text_field: there is no column '%.60s'; there %s %s", text_field, one ? "is" : "are", all);
+    else if (one && strchr(all, ';'))
         ql_fail(QL_EINVAL, "the only column is %s: are the columns parted by ';'? Read the file with pandas (sep=';') and "
                            "give the variable's name", all);
     else
-        ql_fail(QL_EINVAL, "the columns %s are none of: text; messages; conversations; prompt and completion; "
-                           "instruction and output; input_ids. Name the text's column with --dataset_text_field", all);
+        ql_fail(QL_EINVAL, "the column%s %s %s none of: text; messages; conversations; prompt and completion; "
+                           "instruction and output; input_ids. Name the text's column with --dataset_text_field", one ? "" : "s", all, one ? "is" : "are");
     ql_str_free(&names);
     return QL_EINVAL;
 }

@@ -103,22 +103,23 @@ static json_t *warnings(const ql_dataset *d, const counts *c, const ql_tok_names
     int64_t not_utf8 = json_integer_value(json_object_get(about, "not_utf8"));
     int64_t odd = json_integer_value(json_object_get(about, "prompt_not_prefix"));
     if (c->two_bos)
-        warn(list, &s, ql_str_printf(&s, "%lld samples begin with two %s: the text brings one and the tokenizer adds one",
-                                     (long long)c->two_bos, names->bos_token));
+        warn(list, &s, ql_str_printf(&s, "%lld sample%s with two %s: the text brings one and the tokenizer adds one",
+                                     (long long)c->two_bos, c->two_bos == 1 ? " begins" : "s begin", names->bos_token));
     if (c->no_eos > cut)
-        warn(list, &s, ql_str_printf(&s, "%lld samples do not end with a trained %s: the model may not learn to stop",
-                                     (long long)(c->no_eos - cut), names->eos_token));
+        warn(list, &s, ql_str_printf(&s, "%lld sample%s not end with a trained %s: the model may not learn to stop",
+                                     (long long)(c->no_eos - cut), c->no_eos - cut == 1 ? " does" : "s do", names->eos_token));
     if (names->eos < 0)
         warn(list, &s, ql_str_printf(&s, "the tokenizer names no eos_token: nothing marks where samples end"));
     if (cut)
-        warn(list, &s, ql_str_printf(&s, "%lld of %lld samples (%.1f %%) were cut to max_length and lose their end",
-                                     (long long)cut, (long long)docs, 100.0 * (double)cut / (double)docs));
+        warn(list, &s, ql_str_printf(&s, "%lld of %lld sample%s (%.1f %%) %s", (long long)cut, (long long)docs, docs == 1 ? "" : "s",
+                                     100.0 * (double)cut / (double)docs,
+                                     cut == 1 ? "was cut to max_length and loses its end" : "were cut to max_length and lose their end"));
     if (not_utf8)
         warn(list, &s, ql_str_printf(&s, "%lld row%s not in UTF-8: letters are lost there. Save the data anew (iconv -f LATIN1 -t UTF-8)",
                                      (long long)not_utf8, not_utf8 == 1 ? "" : "s"));
     if (odd)
-        warn(list, &s, ql_str_printf(&s, "in %lld samples the prompt's tokens are not how the sample begins: what is trained "
-                                         "on begins where they part, inside the prompt; end prompts before a space", (long long)odd));
+        warn(list, &s, ql_str_printf(&s, "in %lld sample%s the prompt's tokens are not how the sample begins: what is trained "
+                                         "on begins where they part, inside the prompt; end prompts before a space", (long long)odd, odd == 1 ? "" : "s"));
     if (c->trained * 20 < ql_dataset_tokens(d))
         warn(list, &s, ql_str_printf(&s, "only %.1f %% of all tokens are trained on",
                                      100.0 * (double)c->trained / (double)ql_dataset_tokens(d)));

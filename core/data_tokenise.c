@@ -124,7 +124,10 @@ static ql_status nothing_left(ql_tokenising *t)
     json_object_foreach(t->skipped, reason, n)
         (void)ql_str_printf(&s, "%s%lld x %s (%s)", s.len ? "; " : "", (long long)json_integer_value(n), reason,
                             json_string_value(json_object_get(t->first, reason)));
-    ql_fail(QL_EINVAL, "none of the %lld rows can be trained on: %.1500s", (long long)t->total, s.data ? s.data : "");
+    if (t->total == 1)
+        ql_fail(QL_EINVAL, "the only row cannot be trained on: %.1500s", s.data ? s.data : "");
+    else
+        ql_fail(QL_EINVAL, "none of the %lld rows can be trained on: %.1500s", (long long)t->total, s.data ? s.data : "");
     ql_str_free(&s);
     return QL_EINVAL;
 }

@@ -271,13 +271,30 @@ def test_marks_of_what_is_trained_on(tmp_path):
 @pytest.mark.parametrize("text,part", [
     ('{"text": 5}', "the column 'text' must hold text; in the first row it is a whole number"),
     ('{"a;b": "1;2"}', "parted by ';'"),
-    ('{"a": "1"}', "the columns 'a' are none of: text;"),
+    ('{"a": "1"}', "the column 'a' is none of: text;"),
+    ('{"a": "1", "b": 2}', "the columns 'a', 'b' are none of: text;"),
 ])
 def test_columns_that_are_not_text(tmp_path, text, part):
     (tmp_path / "d.jsonl").write_text(text + "\n")
     assert part in shell("load tiny\ndata d.jsonl\n", tmp_path).stderr
     r = shell("load tiny\ndata d.jsonl --dataset_text_field nope\n", tmp_path)
-    assert "dataset_text_field: there is no column 'nope'; there are '" in r.stderr
+    assert f"dataset_text_field: there is no column 'nope'; there {'are' if ',' in text else 'is'} '" in r.stderr
+
+
+@pytest.mark.parametrize("rows,settings,part", [
+    (['{"text": "hello"}'], "--max_length 3", "! 1 of 1 sample (100.0 %) was cut to max_length and loses its end"),
+    (['{"text": "hello"}', '{"text": "h"}'], "--max_length 3", "! 1 of 2 samples (50.0 %) was cut to max_length and loses its end"),
+    (['{"text": "hello"}'] * 2, "--max_length 3", "! 2 of 2 samples (100.0 %) were cut to max_length and lose their end"),
+    (['{"input_ids": [5, 6, 7]}'], "", "! 1 sample does not end with a trained <|end_of_text|>"),
+    (['{"input_ids": [5, 6, 7]}'] * 2, "", "! 2 samples do not end with a trained <|end_of_text|>"),
+    (['{"text": "<|begin_of_text|>a"}'], "", "! 1 sample begins with two <|begin_of_text|>"),
+    (['{"text": ""}'], "", "the only row cannot be trained on: 1 x empty"),
+    (['{"text": ""}'] * 2, "", "none of the 2 rows can be trained on: 2 x empty"),
+])
+def test_one_row_and_two(tmp_path, rows, settings, part):
+    (tmp_path / "d.jsonl").write_text("\n".join(rows) + "\n")
+    r = shell(f"load tiny\ndata d.jsonl {settings}\n", tmp_path)
+    assert part in " ".join((r.stdout + r.stderr).split())
 
 
 @pytest.mark.parametrize("how", [["-h"], ["--help"], ["--version"]])

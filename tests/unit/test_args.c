@@ -101,6 +101,7 @@ TEST(too_little_data)
     ql_steps p;
     CHECK_OK(ql_args_from_job(j, &a));
     CHECK_FAILS(ql_steps_plan(&a, 3, 1, &p), QL_EINVAL, "3 samples: not one batch of 4 (dataloader_drop_last");
+    CHECK_FAILS(ql_steps_plan(&a, 1, 1, &p), QL_EINVAL, "1 sample: not one batch of 4 (dataloader_drop_last");
     CHECK_FAILS(ql_steps_plan(&a, 0, 1, &p), QL_EINVAL, "0 samples");
     a.max_steps = 1000000000000;
     CHECK_FAILS(ql_steps_plan(&a, 30, 1, &p), QL_EINVAL, "1000000000000 optimizer steps are more than 100000000: set a lower max_steps");
