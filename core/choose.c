@@ -177,7 +177,7 @@ static void pick_store(chooser *c)
     if (stay < 0) return;
     int away = 0;
     for (int l = 0; l < n; l++) away += !c->fixed[l] && ch->store[l] == QL_STORE_HOST;
-    say(c->why, "%d layers %s, %d streamed from host memory (auto: the most that fits in %s)", open - away,
+    say(c->why, "%d layer%s %s, %d streamed from host memory (auto: the most that fits in %s)", open - away, open - away == 1 ? "" : "s",
         ch->world > 1 && !ql_plan_piped(ch) ? "sharded" : "resident", away, size_of(c->place->capacity).s);
 }
 
@@ -199,7 +199,8 @@ static void pick_keep_stages(chooser *c)
     if (kept == ch->layers - ch->first)
         say(c->why, "nothing is recomputed (auto: all activations fit)");
     else
-        say(c->why, "recompute (auto): the stages keep %s layers, %d are recomputed", text, ch->layers - ch->first - kept);
+        say(c->why, "recompute (auto): the stages keep %s layers, %d %s recomputed", text, ch->layers - ch->first - kept,
+            ch->layers - ch->first - kept == 1 ? "is" : "are");
 }
 
 static void pick_keep(chooser *c)
@@ -237,7 +238,7 @@ static void pick_keep(chooser *c)
             }
             if (part >= learn - kept) break;
         }
-        say(c->why, "recompute (auto): %d layers kept, %d recompute gate/up only, %d recompute all", kept, part, learn - kept - part);
+        say(c->why, "recompute (auto): %d layer%s kept, %d recompute gate/up only, %d recompute all", kept, kept == 1 ? "" : "s", part, learn - kept - part);
     } else {
         say(c->why, "nothing is recomputed (auto: all activations fit)");
     }
@@ -269,7 +270,7 @@ static ql_status fixed_stores(chooser *c)
     }
     int fixed = count_fixed(c);
     if (fixed == ch->layers) say(c->why, "store as set");
-    else if (fixed) say(c->why, "store of %d layers as set", fixed);
+    else if (fixed) say(c->why, "store of %d layer%s as set", fixed, fixed == 1 ? "" : "s");
     return QL_OK;
 }
 

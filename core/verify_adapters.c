@@ -187,8 +187,8 @@ static void check_history(ql_verify *v, const json_t *report)
         if (n++ == 0) first = last;
     }
     if (n == 0) return;
-    ql_verify_check(v, "losses", bad == 0 && holes == 0, "%lld records up to step %lld, %.4f to %.4f; %lld not a number, %lld out of order", (long long)n,
-                    (long long)at, first, last, (long long)bad, (long long)holes);
+    ql_verify_check(v, "losses", bad == 0 && holes == 0, "%lld record%s up to step %lld, %.4f to %.4f; %lld not a number, %lld out of order", (long long)n,
+                    n == 1 ? "" : "s", (long long)at, first, last, (long long)bad, (long long)holes);
 }
 
 ql_status ql_verify_adapters(ql_verify *v, const char *run)

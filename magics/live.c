@@ -444,8 +444,8 @@ static void on_start(ql_live *l, const json_t *ev)
     l->dirty = 1;
     size_t i;
     const json_t *text;
-    say(l, "%s: %lld steps on %lld × %s%s%s%s%s", *l->o.name ? l->o.name : "run",
-        (long long)l->max_steps, (long long)ql_jint(ev, "world", 1),
+    say(l, "%s: %lld step%s on %lld × %s%s%s%s%s", *l->o.name ? l->o.name : "run",
+        (long long)l->max_steps, l->max_steps == 1 ? "" : "s", (long long)ql_jint(ev, "world", 1),
         ql_jstr(ev, "backend", "device"), *same(ev, "dtype") ? ", " : "", same(ev, "dtype"),
         *same(ev, "store") ? ", " : "", same(ev, "store"));
     json_array_foreach(json_object_get(ev, "text"), i, text) if (json_is_string(text))

@@ -56,7 +56,7 @@ static void run_line(const char *name, const json_t *record, const json_t *resul
     int64_t step = ql_jint(record, "step", 0), from = ql_jint(json_object_get(record, "start"), "resumed", 0);
     double seconds = ql_jnum(result, "train_runtime", (double)NAN),
            speed = ql_jnum(result, "tokens_per_second", (double)NAN);
-    ql_buf_printf(b, "%s: %lld steps", name, (long long)step);
+    ql_buf_printf(b, "%s: %lld step%s", name, (long long)step, step == 1 ? "" : "s");
     /* Time and speed are those of the steps that were done here. */
     if (isfinite(seconds) && step > from && from > 0) ql_buf_printf(b, ", the last %lld", (long long)(step - from));
     if (isfinite(seconds) && step > from) ql_buf_printf(b, " in %s", ql_fmt_time(seconds).s);

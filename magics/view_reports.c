@@ -100,9 +100,9 @@ json_t *ql_view_config(const ql_job *job, const json_t *model, const json_t *not
             g = ql_job_int(job, "gradient_accumulation_steps");
     const char *name = ql_job_str(job, "model");
     if (world > 0)
-        ql_view_title(&v, "settings", "%s%s%lld × %lld × %lld devices = %lld samples per step",
-                      name ? name : "", name ? ", " : "", (long long)batch, (long long)g,
-                      (long long)world, (long long)(batch * g * world));
+        ql_view_title(&v, "settings", "%s%s%lld × %lld × %lld device%s = %lld sample%s per step",
+                      name ? name : "", name ? ", " : "", (long long)batch, (long long)g, (long long)world,
+                      world == 1 ? "" : "s", (long long)(batch * g * world), batch * g * world == 1 ? "" : "s");
     else
         ql_view_title(&v, "settings", "%s%s%lld × %lld samples per step and device",
                       name ? name : "", name ? ", " : "", (long long)batch, (long long)g);

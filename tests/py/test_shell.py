@@ -297,6 +297,15 @@ def test_one_row_and_two(tmp_path, rows, settings, part):
     assert part in " ".join((r.stdout + r.stderr).split())
 
 
+def test_one_step_on_one_device(tmp_path):
+    r = shell("load tiny\ndata tiny\nconfig --devices cpu:1 --per_device_train_batch_size 1 --max_length 64 --max_steps 1\ntrain\nverify\n", tmp_path,
+              engine=BUILD / "qlora-engine")
+    assert r.returncode == 0, r.stderr
+    text = " ".join(r.stdout.split())
+    assert "1 × 1 × 1 device = 1 sample per step" in text and "run-1: 1 step on 1 × cpu" in text and "run-1: 1 step in" in text
+    assert "1 record up to step 1" in text
+
+
 @pytest.mark.parametrize("how", [["-h"], ["--help"], ["--version"]])
 def test_how_it_is_called(tmp_path, how):
     r = subprocess.run([str(BUILD / "qlora"), *how], cwd=tmp_path, capture_output=True, text=True)

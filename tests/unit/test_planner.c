@@ -466,6 +466,9 @@ TEST(reasons_are_true_of_layers_that_were_set)
     CHECK_OK(task_of(models[0], "{\"store\": \"0-7:host\", \"fsdp\": true}", 2, 80, &t));
     CHECK(reason(t, "store of 8 layers as set") && reason(t, "1/2 of every other layer"));
     ql_task_close(t);
+    CHECK_OK(task_of(models[0], "{\"store\": \"3:host\"}", 2, 80, &t));
+    CHECK(reason(t, "store of 1 layer as set"));
+    ql_task_close(t);
     CHECK_OK(task_of(models[2], "{\"store\": \"0-9:resident\"}", 2, 80, &t));
     CHECK(reason(t, "store of 10 layers as set"));
     int away = 0, left = 0;
