@@ -500,6 +500,7 @@ ql_status ql_verb_baseline(ql_magics *m, const ql_call *call, json_t **out)
     char name[128], line[300], *path = NULL, *theirs = NULL;
     ql_status st = QL_OK;
     const char *of = call->n_args ? call->args[0] : NULL;
+    if (ql_call_int(call, "steps", 20) < 1) QL_FAIL(QL_EINVAL, "--steps takes a whole number from 1 on");
     QL_TRY(ql_session_run_path(m, of, &theirs));
     ql_session_cut_checkpoint(theirs); /* how many devices it had stands in the run's record alone */
     QL_GO(ql_session_run_report(m, theirs, &report));

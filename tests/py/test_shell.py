@@ -178,6 +178,12 @@ def test_baseline_says_same_bits(tmp_path):
     assert "0/20 losses: same bits; largest difference" in r.stdout
 
 
+def test_a_baseline_of_no_steps(tmp_path):
+    """All of the run's steps were done, and none of them compared."""
+    r = shell(SETUP + "train --max_steps 30\nbaseline --steps 0\n", tmp_path)
+    assert r.returncode == 1 and "--steps takes a whole number from 1 on" in r.stderr and not (tmp_path / "runs" / "run-1-baseline").exists()
+
+
 def test_plot_takes_trainer_states(tmp_path):
     (tmp_path / "theirs").mkdir()
     rows = [{"step": i, "loss": 3.0 / i, "epoch": 0.1} for i in range(1, 9)] + [{"step": 8, "train_runtime": 1.0}]
