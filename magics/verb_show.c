@@ -97,14 +97,16 @@ out:
 ql_status ql_session_folders(const char *name)
 {
     char path[4096];
+    struct stat s;
     if ((size_t)snprintf(path, sizeof path, "%s", name) >= sizeof path) QL_FAIL(QL_EINVAL, "%.60s…: too long a path", name);
     for (char *p = path + 1;; p++) {
         char c = *p;
         if (c && c != '/') continue;
         *p = 0;
         int e = mkdir(path, 0777) < 0 ? errno : 0;
+        if (e == EEXIST) e = stat(path, &s) == 0 && S_ISDIR(s.st_mode) ? 0 : ENOTDIR;
         *p = c;
-        if (e && e != EEXIST) QL_FAIL(QL_EIO, "%s: %s", path, strerror(e));
+        if (e) QL_FAIL(QL_EIO, "%s: %s", path, strerror(e));
         if (!c) return QL_OK;
     }
 }

@@ -130,6 +130,9 @@ def test_model_and_adapter_have_folders_of_their_own(tmp_path):
     train = "load tiny\ndata tiny\nconfig --devices cpu:1 --max_steps 2 --max_length 64\ntrain\n"
     r = shell(train + "save out\nmerge out\n", tmp_path, engine=BUILD / "qlora-engine", timeout=120)
     assert r.returncode == 1 and "out holds an adapter (adapter_config.json)" in r.stderr, r.stderr
+    (tmp_path / "file").write_text("")
+    r = shell("save file --run run-1\n", tmp_path, engine=BUILD / "qlora-engine", timeout=120)
+    assert r.returncode == 1 and "file: Not a directory" in r.stderr, r.stderr
     r = shell("merge whole --run run-1\nsave whole --run run-1\n", tmp_path, engine=BUILD / "qlora-engine", timeout=120)
     assert r.returncode == 1 and "whole holds a model (config.json)" in r.stderr, r.stderr
     assert not (tmp_path / "whole" / "adapter_config.json").exists() and not (tmp_path / "out" / "config.json").exists()
