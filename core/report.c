@@ -222,6 +222,7 @@ typedef struct {
     char backend[16];
     int device[QL_MAX_WORLD];
     ql_prepared data;
+    char no_data[640]; /* why data that is set is not counted */
 } question;
 
 static ql_status question_open(const ql_job *job, const json_t *devices, question *q)
@@ -233,7 +234,10 @@ static ql_status question_open(const ql_job *job, const json_t *devices, questio
     QL_TRY(ql_devices_pick(&q->args, devices, "see `info`; `plan --on 2xT4` is for GPUs that are not here", &q->place, q->backend, q->device));
     if (!ql_job_str(job, "data")) return QL_OK;
     QL_TRY(ql_path_join(cache, dir ? dir : "runs", ".cache"));
-    if (ql_path_mkdirs(cache) != QL_OK || ql_prepare(job, cache, NULL, NULL, &q->data) != QL_OK) ql_error_clear();
+    if (ql_path_mkdirs(cache) == QL_OK && ql_prepare(job, cache, NULL, NULL, &q->data) == QL_OK) return QL_OK;
+    snprintf(q->no_data, sizeof q->no_data, "%s cannot be read: %.500s",
+             q->data.train[0] ? "evaluation is not counted, as its data" : "full rows of max_length are counted, as the data", ql_error());
+    ql_error_clear();
     return QL_OK;
 }
 
@@ -255,6 +259,7 @@ static ql_status build_report(const ql_job *job, const question *q, const ql_tas
     }
     if (t->lacks[0]) json_array_append_new(why, json_string(t->lacks));
     for (int i = 0; i < t->why.n; i++) json_array_append_new(why, json_string(t->why.text[i]));
+    if (q->no_data[0]) json_array_append_new(why, json_string(q->no_data));
     char said[QL_REASON_TEXT];
     snprintf(said, sizeof said, "seconds a step are projected: %.3g TFLOP a step on each device, at %.3g TFLOP/s",
              ql_cost_step_flops(&t->spec, ql_job_bool(job, "packing") ? t->args.max_length : t->spec.rows / ql_max64(1, t->args.batch)) /

@@ -3,7 +3,7 @@ import json
 import re
 
 import pytest
-from front_end import ROOT, python, shell
+from front_end import BUILD, ROOT, python, shell
 
 MODELS = ROOT / "tests" / "plan"
 
@@ -70,3 +70,19 @@ def test_devices_that_are_too_old(tmp_path, on, capability):
     r = shell(f"load {MODELS / 'llama-8b'};\nplan --on {on}\n", tmp_path)
     assert r.returncode == 1 and f"has compute capability {capability}; 7.5 is the oldest supported" in r.stderr
     assert "100" not in shell(f"load {MODELS / 'llama-8b'};\nplan --on T5\n", tmp_path).stderr.replace("A100", "").replace("H100", "")
+
+
+def test_data_that_cannot_be_read(tmp_path):
+    """The figures are of full rows then, and that is said."""
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"text": "hello"}\n')
+    (tmp_path / "e.jsonl").write_text('{"a": 1}\n')
+    r = shell("load tiny\ndata d.jsonl\nconfig --devices cpu:1 --save s.json\nplan\n", tmp_path, engine=BUILD / "qlora-engine")
+    assert r.returncode == 0 and "2,048 tokens a micro-batch" not in " ".join(r.stdout.split()) and "cannot be read" not in r.stdout, r.stderr
+    r = shell("config --load s.json --eval_dataset e.jsonl\nplan\n", tmp_path, engine=BUILD / "qlora-engine")
+    text = " ".join(r.stdout.split())
+    assert r.returncode == 0 and "2,048 tokens a micro-batch" not in text and "evaluation is not counted, as its data cannot be read: " in text, r.stderr
+    data.unlink()
+    r = shell("config --load s.json\nplan\n", tmp_path, engine=BUILD / "qlora-engine")
+    text = " ".join(r.stdout.split())
+    assert r.returncode == 0 and "2,048 tokens a micro-batch" in text and "full rows of max_length are counted, as the data cannot be read: " in text, r.stderr
