@@ -256,7 +256,7 @@ static const ql_setting table[] = {
     {ANY_("resume_from_checkpoint", "save", "null", "a checkpoint's path, or true for the latest")},
     {BOOL_("ignore_data_skip", "save", "false", "after a resume begin the epoch's data anew"),
      .refused = "a resume goes on in the data where the run stopped"},
-    {BOOL_("restore_callback_states_from_checkpoint", "save", "false", "callbacks"), .note = NO_EFFECT ": there are no callbacks"},
+    {BOOL_("restore_callback_states_from_checkpoint", "save", "false", "callbacks"), .note = NO_EFFECT ": what callbacks keep is not in a checkpoint"},
     {BOOL_("push_to_hub", "save", "false", "upload"), .note = NO_HUB},
     {STR_("hub_model_id", "save", "null", "upload"), .note = NO_HUB},
     {STR_("hub_strategy", "save", "\"every_save\"", "upload"), .note = NO_HUB},

@@ -303,6 +303,11 @@ def test_one_row_and_two(tmp_path, rows, settings, part):
     assert part in " ".join((r.stdout + r.stderr).split())
 
 
+def test_callbacks_are_not_denied(tmp_path):
+    r = shell("help restore_callback_states_from_checkpoint\n", tmp_path)
+    assert "no effect here: what callbacks keep is not in a checkpoint" in " ".join(r.stdout.split()), r.stdout
+
+
 def test_one_step_on_one_device(tmp_path):
     r = shell("load tiny\ndata tiny\nconfig --devices cpu:1 --per_device_train_batch_size 1 --max_length 64 --max_steps 1\ntrain\nverify\n", tmp_path,
               engine=BUILD / "qlora-engine")
