@@ -39,9 +39,16 @@ static void penalise(ql_sampler *s, float *row, int64_t vocab, const int32_t *id
     }
 }
 
-static double share(float logit, double top, double temperature)
+/* What a token weighs: its share, or 1 where there is no temperature. */
+static double weight(float logit, double top, double temperature)
 {
-    return exp(((double)logit - top) / temperature);
+    return temperature > 0 ? exp(((double)logit - top) / temperature) : 1;
+}
+static double weight_of(const float *row, const int32_t *id, int64_t n, double top, double temperature)
+{
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += weight(row[id[i]], top, temperature);
+    return sum;
 }
 
 /* A number that is greater for a greater logit; the least of all for what is not a number. */
@@ -53,8 +60,8 @@ static uint32_t height(float logit)
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-/* The likeliest of id[0 … n), as few as weigh `least` together, go to its front in their order: lower ids are taken first among equals. A token weighs its
- * share, or 1 where there is no temperature. The height where they end is found 11 bits at a time, from the weights by height. */
+/* The likeliest of id[0 … n), as few as weigh `least` together, go to its front in their order: lower ids are taken first among equals.
+ * The height where they end is found 11 bits at a time, from the weights by height. */
 static int64_t take_likeliest(const float *row, int32_t *id, int64_t n, double least, double top, double temperature)
 {
     enum { BINS = 2048 };
@@ -68,7 +75,7 @@ static int64_t take_likeliest(const float *row, int32_t *id, int64_t n, double l
         for (int64_t i = 0; i < n; i++) {
             uint32_t h = height(row[id[i]]);
             if (s == 0 || h >> shift[s - 1] == end >> shift[s - 1])
-                bin[h >> shift[s] & (BINS - 1)] += temperature > 0 ? share(row[id[i]], top, temperature) : 1;
+                bin[h >> shift[s] & (BINS - 1)] += weight(row[id[i]], top, temperature);
         }
         while (b > 0 && above + bin[b] < least) above += bin[b--];
         end |= (uint32_t)b << shift[s];
@@ -76,7 +83,7 @@ static int64_t take_likeliest(const float *row, int32_t *id, int64_t n, double l
     for (int64_t i = 0; i < n; i++) {
         uint32_t h = height(row[id[i]]);
         if (h < end || (h == end && above >= least)) continue;
-        if (h == end) above += temperature > 0 ? share(row[id[i]], top, temperature) : 1;
+        if (h == end) above += weight(row[id[i]], top, temperature);
         id[taken++] = id[i];
     }
     return taken;
@@ -92,19 +99,18 @@ int32_t ql_sampler_next(ql_sampler *s, float *row, int64_t vocab, const int32_t 
     }
     int32_t first = likeliest(row, vocab), *id = s->order;
     if (h->temperature <= 0) return first;
-    double top = (double)row[first], mass = 0;
+    double top = (double)row[first];
     int64_t n = vocab;
     for (int64_t i = 0; i < n; i++) id[i] = (int32_t)i;
     if (h->top_k > 0 && h->top_k < n) n = take_likeliest(row, id, n, (double)h->top_k, top, 0);
-    for (int64_t i = 0; i < n; i++) mass += share(row[id[i]], top, h->temperature);
+    double mass = weight_of(row, id, n, top, h->temperature);
     if (h->top_p < 1) {
         n = take_likeliest(row, id, n, fmax(h->top_p * mass, DBL_MIN), top, h->temperature);
-        mass = 0;
-        for (int64_t i = 0; i < n; i++) mass += share(row[id[i]], top, h->temperature);
+        mass = weight_of(row, id, n, top, h->temperature);
     }
     double at = (double)ql_mt_next(&s->random) / 4294967296.0 * mass;
     for (int64_t i = 0; i < n; i++)
-        if ((at -= share(row[id[i]], top, h->temperature)) < 0) return id[i];
+        if ((at -= weight(row[id[i]], top, h->temperature)) < 0) return id[i];
     return first;
 }
 
